@@ -1,0 +1,239 @@
+"""Settings: one frozen dataclass per service; environment and command line from one definition.
+
+Each field made by `setting()` is at once an environment variable (`OCTAVO_` and the field's
+name in capitals) and a command-line flag (`--` and the name with dashes). The flag wins over
+the environment, the environment over the default. A mistake fails at start and names the
+variable. Must not know: any service. Entry points: `add_arguments`, `load`.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from octavo.errors import ConfigurationError
+
+SettingsT = TypeVar("SettingsT")
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def setting(
+    default: Any,
+    help: str,  # noqa: A002 - argparse's word
+    *,
+    choices: tuple[Any, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field with its documentation and limits (inclusive)."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "secret": secret,
+    }
+    return field(default=default, metadata=metadata, repr=not secret)
+
+
+def environment_name(name: str) -> str:
+    """`max_num_seqs` -> `OCTAVO_MAX_NUM_SEQS`."""
+    return f"OCTAVO_{name.upper()}"
+
+
+def _parse(name: str, hint: Any, text: str) -> Any:
+    """`text` as the type `hint`: str, int, float, bool, tuple[str, ...], or one of these | None."""
+    options = [arg for arg in get_args(hint) if arg is not type(None)]
+    if get_origin(hint) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if type(None) in get_args(hint):
+        if text == "":
+            return None
+        hint = options[0]
+    try:
+        if hint is bool:
+            lowered = text.lower()
+            if lowered not in _TRUE | _FALSE:
+                raise ValueError
+            return lowered in _TRUE
+        return hint(text)
+    except ValueError:
+        raise ConfigurationError(
+            f"{environment_name(name)}={text!r} is no {hint.__name__}", param=name
+        ) from None
+
+
+def _check(item: Field[Any], value: Any) -> None:
+    limits = item.metadata
+    variable = environment_name(item.name)
+    if value is None:
+        return
+    if limits["choices"] and value not in limits["choices"]:
+        allowed = ", ".join(map(str, limits["choices"]))
+        raise ConfigurationError(f"{variable}={value!r}: must be one of {allowed}", param=item.name)
+    low, high = limits["minimum"], limits["maximum"]
+    if low is not None and value < low:
+        raise ConfigurationError(f"{variable}={value}: must be at least {low}", param=item.name)
+    if high is not None and value > high:
+        raise ConfigurationError(f"{variable}={value}: must be at most {high}", param=item.name)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *classes: type[Any]) -> None:
+    """Add a flag for every setting of `classes` (a field that several share, once)."""
+    seen: set[str] = set()
+    for cls in classes:
+        group = parser.add_argument_group(cls.__name__.removesuffix("Settings").lower())
+        for item in fields(cls):
+            if item.name in seen:
+                continue
+            seen.add(item.name)
+            default = item.default if item.default is not MISSING else None
+            text = f"{item.metadata['help']} [{default}]".replace("%", "%%")
+            flag = f"--{item.name.replace('_', '-')}"
+            metavar = item.name.rsplit("_", 1)[-1].upper()
+            group.add_argument(flag, dest=item.name, default=None, help=text, metavar=metavar)
+
+
+def load(
+    cls: type[SettingsT],
+    arguments: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> SettingsT:
+    """Build `cls` from flags (`vars(parsed)`), then the environment, then defaults.
+
+    Raises ConfigurationError naming the variable of the first wrong value.
+    """
+    environ = os.environ if environ is None else environ
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        given = (arguments or {}).get(item.name)
+        if given is None:
+            given = environ.get(environment_name(item.name))
+        if given is None:
+            continue
+        value = _parse(item.name, hints[item.name], given) if isinstance(given, str) else given
+        _check(item, value)
+        values[item.name] = value
+    return cls(**values)
+
+
+def to_flags(settings: Any, *, only_changed: bool = True) -> list[str]:
+    """The flags that reproduce `settings` in a child process; secrets are left out."""
+    flags: list[str] = []
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if item.metadata["secret"] or (only_changed and value == item.default):
+            continue
+        text = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+        flags += [f"--{item.name.replace('_', '-')}", text]
+    return flags
+
+
+@dataclass(frozen=True)
+class CommonSettings:
+    """What every process has."""
+
+    log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+    redis_url: str = setting(
+        "", "Redis for discovery and usage (redis://, rediss://); empty = none", secret=True
+    )
+    fleet: str = setting("default", "name of the fleet (one model) in Redis keys")
+    drain_grace_s: float = setting(30.0, "seconds to finish work after SIGTERM", minimum=0)
+    metrics_port: int = setting(
+        0, "HTTP port for Prometheus (scheduler, worker); 0 = off", minimum=0, maximum=65535
+    )
+
+
+@dataclass(frozen=True)
+class RouterSettings(CommonSettings):
+    """Settings of `octavo router`."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "HTTP port (0 = any free one)", minimum=0, maximum=65535)
+    grpc_port: int = setting(8001, "gRPC port (0 = any free one)", minimum=0, maximum=65535)
+    router_id: str = setting("", "stable name of this router (empty = random)")
+    model: str = setting("", "Hugging Face id or folder of the tokenizer and template")
+    revision: str | None = setting(None, "revision of the Hugging Face id")
+    served_model_name: tuple[str, ...] = setting((), "names that requests may use (comma list)")
+    schedulers: tuple[str, ...] = setting((), "static scheduler addresses (comma list)")
+    api_keys: str = setting("", "key[:tenant] comma list; empty = open", secret=True)
+    share_prefixes: bool = setting(False, "let tenants share cached prefixes")
+    tokenizer_threads: int = setting(2, "threads that render and tokenize", minimum=1)
+    max_body_bytes: int = setting(16 << 20, "largest HTTP body", minimum=1024)
+    request_timeout_s: float = setting(0.0, "default deadline of a request; 0 = none", minimum=0)
+    redial_ms: int = setting(200, "time to re-dial a lost scheduler", minimum=0)
+    max_moves: int = setting(2, "re-submissions of a request after lost schedulers", minimum=0)
+    trust_remote_code: bool = setting(False, "run tokenizer code shipped with the model")
+
+
+@dataclass(frozen=True)
+class SchedulerSettings(CommonSettings):
+    """Settings of `octavo scheduler`."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8100, "gRPC port (0 = any free one)", minimum=0, maximum=65535)
+    scheduler_id: str = setting("", "stable name of this scheduler (empty = random)")
+    workers: tuple[str, ...] = setting((), "static worker addresses (comma list)")
+    max_num_seqs: int = setting(0, "sequences per worker; 0 = the worker's own", minimum=0)
+    max_num_batched_tokens: int = setting(0, "tokens per step; 0 = the worker's own", minimum=0)
+    enable_prefix_caching: bool = setting(True, "reuse KV blocks of equal prefixes")
+    max_queue_tokens: int = setting(1 << 20, "prompt tokens that may wait in the cell", minimum=1)
+    admission_watermark: float = setting(
+        0.01, "share of blocks kept free when admitting", minimum=0, maximum=0.5
+    )
+    admission_max_wait_s: float = setting(
+        30.0, "after this wait the head of the queue reserves", minimum=0
+    )
+    affinity_budget_ms: float = setting(
+        2000.0, "longest extra wait for a worker that has the prefix", minimum=0
+    )
+    min_chunk_tokens: int = setting(64, "least prefill chunk while anything waits", minimum=1)
+    preset: str = setting("latency", "latency or throughput", choices=("latency", "throughput"))
+    itl_target_ms: float = setting(0.0, "inter-token target; 0 = the preset's", minimum=0)
+    plans_queued: int = setting(2, "plans sent ahead of results", minimum=1, maximum=8)
+    lease_steps: int = setting(
+        8, "decode steps a worker may run by itself (decode_until); 0 = none", minimum=0
+    )
+    session_flush_ms: float = setting(4.0, "longest wait of a token for its frame", minimum=0)
+    max_moves: int = setting(2, "times a suspect request moves to another worker", minimum=0)
+    max_preemptions: int = setting(3, "times a sequence may be preempted", minimum=0)
+    hang_floor_s: float = setting(5.0, "least silence that counts as a hang", minimum=0.1)
+    check_integrity: bool = setting(False, "check the block pool after every step (slow)")
+
+
+@dataclass(frozen=True)
+class WorkerSettings(CommonSettings):
+    """Settings of `octavo worker`."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8200, "gRPC port (0 = any free one)", minimum=0, maximum=65535)
+    worker_id: str = setting("", "stable name of this worker (empty = random)")
+    model: str = setting("", "Hugging Face id or folder of the model")
+    revision: str | None = setting(None, "revision of the Hugging Face id")
+    load_format: str = setting(
+        "auto", "auto = safetensors; random = seeded weights", choices=("auto", "random")
+    )
+    backend: str = setting("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
+    dtype: str = setting(
+        "auto",
+        "auto = the checkpoint's on cuda, float32 on cpu",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    block_size: int = setting(16, "tokens per KV block", choices=(16, 32))
+    max_num_seqs: int = setting(256, "rows", minimum=1, maximum=4096)
+    max_num_batched_tokens: int = setting(
+        0, "tokens per step; 0 = 8,192 on cuda, 512 on cpu", minimum=0
+    )
+    max_model_len: int = setting(0, "longest sequence; 0 = the model's", minimum=0)
+    kv_cache_memory: str = setting("", "KV cache size, e.g. 4GiB; empty = from free memory")
+    num_kv_blocks: int = setting(0, "KV blocks, the null block included; 0 = by size", minimum=0)
+    memory_utilization: float = setting(
+        0.9, "share of the device's memory to use", minimum=0.05, maximum=0.99
+    )
+    leader_silence_s: float = setting(
+        3.0, "silence after which another leader may attach", minimum=0.1
+    )
+    trust_remote_code: bool = setting(False, "run model code shipped with the model")
