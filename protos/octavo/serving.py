@@ -2,11 +2,13 @@
 
 Message limits, keep-alive, health, reflection, error mapping, signals and logging. Must not
 know: any service's messages. Entry points: `GrpcServer`, `open_channel`, `abort`,
-`error_from_rpc`, `wait_for_signal`, `setup_logging`.
+`error_from_rpc`, `announce_ready`, `wait_for_signal`, `setup_logging`.
 """
 
 import asyncio
+import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -121,6 +123,22 @@ def error_from_rpc(error: grpc.RpcError) -> OctavoError:
     )
 
 
+def announce_ready(**ports: int) -> None:
+    """Tell the parent process that this one serves: the JSON file `$OCTAVO_READY_FILE`.
+
+    `ports` are the bound ones (`port`, `grpc_port`, `metrics_port`). Without the variable
+    nothing is written.
+    """
+    path = os.environ.get("OCTAVO_READY_FILE")
+    if not path:
+        return
+    # Renamed into place: the reader sees all of it or nothing.
+    scratch = f"{path}.{os.getpid()}"
+    with open(scratch, "w", encoding="utf-8") as file:
+        json.dump({**ports, "pid": os.getpid()}, file)
+    os.replace(scratch, path)
+
+
 async def wait_for_signal() -> None:
     """Return at the first SIGTERM or SIGINT; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
@@ -130,8 +148,6 @@ async def wait_for_signal() -> None:
         if stop.is_set():
             sys.stderr.flush()
             # The operator asked twice: no clean-up can be waited for.
-            import os
-
             os._exit(130)
         stop.set()
 
