@@ -60,7 +60,7 @@ class GrpcServer:
 
     def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
         self.server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=list(interceptors))
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._names: list[str] = []
 
