@@ -159,10 +159,12 @@ class Stack:
     def wait_http_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(OSError):
-                with urllib.request.urlopen(f"{self.url}/readyz", timeout=2) as answer:
-                    if answer.status == 200:
-                        return
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{self.url}/readyz") as answer,
+            ):
+                if answer.status == 200:
+                    return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"router isn't ready:\n{self.logs()}")
             time.sleep(0.05)

@@ -174,9 +174,11 @@ def test_wrong_key_is_an_authentication_error(demo_stack: Stack, demo_folder: ob
     try:
         router.wait_ready()
         url = f"http://{router.address}/v1"
-        with openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError):
-                client.models.list()
+        with (
+            openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
         with openai.OpenAI(base_url=url, api_key="right", max_retries=5) as client:
             answer = client.chat.completions.create(model="", messages=CAPITAL, temperature=0)
             assert answer.choices[0].message.content == ANSWER

@@ -34,7 +34,7 @@ class KillAfter:
         self._action = action
         self._lock = threading.Lock()
 
-    def __call__(self, answer: Answer) -> None:
+    def __call__(self, _: Answer) -> None:
         with self._lock:
             self._left -= 1
             if self._left == 0:
