@@ -1,0 +1,37 @@
+"""What a model's forward pass and its attention need to know about one step.
+
+Built by `step_inputs`, read by models and backends. Must not know: plans, requests, samplers.
+
+T tokens of the step, C prefill chunks, S decode rows, N blocks, B block size, M block-table
+columns. Token order: the tokens of all chunks first, then one token for each decode row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors of one step, all on the worker's device."""
+
+    input_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [T]; block id * B + offset, -1 = store nothing
+
+    # The first `num_prefill_tokens` tokens: chunk c is [cu_seqlens_q[c], cu_seqlens_q[c + 1]).
+    num_prefill_tokens: int
+    cu_seqlens_q: torch.Tensor  # int32 [C + 1]
+    prefill_context_lens: torch.Tensor  # int32 [C]; history plus chunk
+    prefill_block_table: torch.Tensor  # int32 [C, M]
+    max_seqlen_q: int
+    max_context_prefill: int
+
+    # The other tokens, one a row.
+    decode_context_lens: torch.Tensor  # int32 [S]; with the token being computed, 0 = dead row
+    decode_block_table: torch.Tensor  # int32 [S, M]
+    max_context_decode: int
+
+    @property
+    def num_decode_rows(self) -> int:
+        return self.decode_context_lens.shape[0]
