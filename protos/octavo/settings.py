@@ -8,7 +8,7 @@ variable. Must not know: any service. Entry points: `add_arguments`, `load`.
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -80,9 +80,11 @@ def _check(item: Field[Any], value: Any) -> None:
         raise ConfigurationError(f"{variable}={value}: must be at most {high}", param=item.name)
 
 
-def add_arguments(parser: argparse.ArgumentParser, *classes: type[Any]) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, *classes: type[Any], exclude: Collection[str] = ()
+) -> None:
     """Add a flag for every setting of `classes` (a field that several share, once)."""
-    seen: set[str] = set()
+    seen: set[str] = set(exclude)
     for cls in classes:
         group = parser.add_argument_group(cls.__name__.removesuffix("Settings").lower())
         for item in fields(cls):

@@ -1,0 +1,58 @@
+"""The one readable log of `octavo serve`: a prefix per process, colours on a terminal."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import rich.console
+from rich.status import Status
+from rich.text import Text
+
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
+_NAME_WIDTH = 10
+
+
+class Console:
+    """Prints whole lines to stderr; stdout stays free for what scripts read."""
+
+    def __init__(self) -> None:
+        # soft_wrap: a log line stays one line, however narrow the terminal.
+        self._out = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._colours: dict[str, str] = {}
+        self._status: Status | None = None
+
+    def log(self, name: str, line: str) -> None:
+        """One line of the process `name`."""
+        colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+        text = Text(f"{name:<{_NAME_WIDTH}}", style=colour)
+        text.append("│ ", style="dim")
+        text.append(line, style=_line_style(line))
+        self._out.print(text)
+
+    def say(self, line: str, *, is_bad: bool = False) -> None:
+        """One line of `octavo serve` itself."""
+        self.log("octavo", f"ERROR {line}" if is_bad else line)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Show a status line (terminals only) until the block ends; see `update`."""
+        if not self._out.is_terminal:
+            yield
+            return
+        with self._out.status("starting") as status:
+            self._status = status
+            try:
+                yield
+            finally:
+                self._status = None
+
+    def update(self, text: str) -> None:
+        """What is being waited for."""
+        if self._status is not None:
+            self._status.update(text)
+
+
+def _line_style(line: str) -> str:
+    head = line[:32]
+    if "ERROR" in head or "CRITICAL" in head:
+        return "bold red"
+    return "yellow" if "WARNING" in head else ""

@@ -1,0 +1,79 @@
+"""Dispatch: `octavo COMMAND ...` loads the command's module and calls its `main(argv)`."""
+
+import importlib
+import os
+import sys
+from typing import NamedTuple
+
+import octavo
+from octavo.cli.parent import DIE_WITH_PARENT, die_with_parent
+from octavo.errors import OctavoError
+
+
+class Command(NamedTuple):
+    """Where a command lives, the extra that brings its dependencies, and what it does."""
+
+    module: str
+    extra: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command("octavo.cli.serve", "serve", "run everything on this machine"),
+    "bench": Command("octavo.cli.bench", "serve", "measure a worker, or a whole stack"),
+    "router": Command("octavo_router.__main__", "router", "run a router (HTTP and gRPC)"),
+    "scheduler": Command("octavo_scheduler.__main__", "scheduler", "run a scheduler"),
+    "worker": Command("octavo_worker.__main__", "worker", "run a worker"),
+}
+_USAGE_ERROR = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` (default: the command line) names; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else _USAGE_ERROR
+    if arguments[0] in ("-V", "--version", "version"):
+        print(f"octavo {octavo.__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    command = COMMANDS.get(name)
+    if command is None:
+        print(f"octavo: no command {name!r}\n\n{_usage()}", file=sys.stderr)
+        return _USAGE_ERROR
+    parent = os.environ.pop(DIE_WITH_PARENT, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+    return _run(name, command, rest)
+
+
+def _run(name: str, command: Command, arguments: list[str]) -> int:
+    try:
+        run = importlib.import_module(command.module).main
+    except ModuleNotFoundError as error:
+        # Our own broken imports must show as what they are.
+        if (error.name or "").startswith("octavo"):
+            raise
+        print(
+            f"octavo {name} needs the package {error.name}: pip install 'octavo[{command.extra}]'",
+            file=sys.stderr,
+        )
+        return _USAGE_ERROR
+    try:
+        return int(run(arguments) or 0)
+    except OctavoError as error:
+        print(f"octavo {name}: {error.message}", file=sys.stderr)
+        return _USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<10} {item.summary}" for name, item in COMMANDS.items())
+    return (
+        "usage: octavo COMMAND [OPTIONS]\n\n"
+        f"{commands}\n\n"
+        "`octavo COMMAND --help` lists a command's options; each option NAME is also the\n"
+        "environment variable OCTAVO_NAME."
+    )

@@ -1,0 +1,218 @@
+"""All services of one machine as child processes: Valkey, scheduler, workers, router.
+
+Started at once on ports chosen beforehand (each waits for its peers by itself), watched
+until stopped, drained in the order in which requests flow. Must not know: command lines,
+terminals. Entry point: `Stack`.
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from octavo.cli.child import Child, ChildSpec
+from octavo.cli.console import Console
+from octavo.cli.devices import worker_environments, workers_per_device
+from octavo.cli.ports import check_port_is_free, free_ports
+from octavo.embedded_valkey import EmbeddedValkey
+from octavo.hub import cache_folder, model_name_of
+from octavo.settings import RouterSettings, SchedulerSettings, WorkerSettings, to_flags
+
+ResultT = TypeVar("ResultT")
+_POLL_S = 0.05
+# A service is killed this long after its own grace ran out.
+_EXTRA_GRACE_S = 5.0
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """What to run. The services' `host`, `port` and addresses are the stack's to choose,
+    but for the router's."""
+
+    model: str
+    num_workers: int
+    router: RouterSettings
+    scheduler: SchedulerSettings
+    worker: WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a running stack answers."""
+
+    url: str
+    grpc_address: str
+    model: str
+
+
+class Stack:
+    """Starts, watches and stops the services. `start` once, then `watch`, then `stop`."""
+
+    def __init__(self, options: StackOptions, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._valkey: EmbeddedValkey | None = None
+        self._run_folder: Path | None = None
+        # In the order in which requests flow, which is the order of the drain.
+        self._router: list[Child] = []
+        self._schedulers: list[Child] = []
+        self._workers: list[Child] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self._router, *self._schedulers, *self._workers]
+
+    async def start(self) -> Endpoints:
+        """Start everything; returns when the router takes requests.
+
+        Raises ConfigurationError or CrashLoopError if a service can't be started.
+        """
+        options = self._options
+        check_port_is_free(options.router.host, options.router.port, "port")
+        check_port_is_free(options.router.host, options.router.grpc_port, "grpc_port")
+        runs = cache_folder() / "run"
+        runs.mkdir(parents=True, exist_ok=True)
+        self._run_folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=runs))
+        redis_url = options.router.redis_url or await self._start_valkey()
+        self._make_children(redis_url)
+        self._tasks = [asyncio.create_task(child.run()) for child in self.children]
+        with self._console.waiting():
+            ports = await self._until(self._announced())
+            host = _ANY_HOST.get(options.router.host, options.router.host)
+            url = f"http://{host}:{ports['port']}"
+            await self._until(self._accepting(url))
+        name = (options.router.served_model_name or (model_name_of(options.model),))[0]
+        return Endpoints(url, f"{host}:{ports['grpc_port']}", name)
+
+    async def watch(self) -> None:
+        """Return never; raise when a service can't be kept running."""
+        await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        """Drain: router first, then scheduler, workers, Valkey."""
+        grace_s = self._options.router.drain_grace_s + _EXTRA_GRACE_S
+        for stage in (self._router, self._schedulers, self._workers):
+            await asyncio.gather(*(child.stop(grace_s) for child in stage))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._clean_up()
+
+    async def kill(self) -> None:
+        """End everything now."""
+        for child in self.children:
+            child.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        if self._valkey is not None:
+            await asyncio.to_thread(self._valkey.stop)
+            self._valkey = None
+        if self._run_folder is not None:
+            shutil.rmtree(self._run_folder, ignore_errors=True)
+
+    async def _start_valkey(self) -> str:
+        self._valkey = valkey = EmbeddedValkey()
+        url = await asyncio.to_thread(valkey.start)
+        self._console.log("valkey", "ready")
+        return url
+
+    def _make_children(self, redis_url: str) -> None:
+        options = self._options
+        # Secrets travel in the environment: command lines are everybody's to read.
+        secrets = {"OCTAVO_REDIS_URL": redis_url, "OCTAVO_API_KEYS": options.router.api_keys}
+        # Chosen here and kept over restarts, so that peers find each other again.
+        ports = free_ports(2 * options.num_workers + 4)
+        addresses = [f"127.0.0.1:{ports.pop()}" for _ in range(options.num_workers)]
+        scheduler_address = f"127.0.0.1:{ports.pop()}"
+        router = replace(
+            options.router,
+            model=options.model,
+            port=options.router.port or ports.pop(),
+            grpc_port=options.router.grpc_port or ports.pop(),
+            schedulers=(scheduler_address,),
+            served_model_name=options.router.served_model_name or (model_name_of(options.model),),
+        )
+        self._add(self._router, "router", "router", router, secrets)
+        scheduler = replace(
+            options.scheduler,
+            **_listen_on(scheduler_address, ports.pop()),
+            workers=tuple(addresses),
+            scheduler_id=options.scheduler.scheduler_id or "scheduler",
+        )
+        self._add(self._schedulers, "scheduler", "scheduler", scheduler, secrets)
+        environments = worker_environments(options.num_workers, options.worker.backend)
+        shared = workers_per_device(environments)
+        for index, (address, environment) in enumerate(zip(addresses, environments, strict=True)):
+            name = f"worker-{index}"
+            worker = replace(
+                options.worker,
+                **_listen_on(address, ports.pop()),
+                model=options.model,
+                worker_id=name,
+                memory_utilization=options.worker.memory_utilization / shared,
+            )
+            self._add(self._workers, name, "worker", worker, {**secrets, **environment})
+
+    def _add(
+        self,
+        stage: list[Child],
+        name: str,
+        command: str,
+        settings: RouterSettings | SchedulerSettings | WorkerSettings,
+        environment: dict[str, str],
+    ) -> None:
+        assert self._run_folder is not None
+        flags = to_flags(settings, only_changed=False)
+        whole = (sys.executable, "-m", "octavo", command, *flags)
+        spec = ChildSpec(name, whole, environment)
+        stage.append(Child(spec, self._console, self._run_folder))
+
+    async def _until(self, ready: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What `ready` returns, unless a child fails for good before."""
+        task = asyncio.ensure_future(ready)
+        try:
+            await asyncio.wait([task, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for child in self._tasks:
+                if child.done():
+                    await child
+            return await task
+        finally:
+            task.cancel()
+
+    async def _announced(self) -> dict[str, int]:
+        """The router's ports, when all services have announced theirs."""
+        while True:
+            missing = [child.spec.name for child in self.children if child.ports is None]
+            if not missing:
+                ports = self._router[0].ports
+                if ports is not None:
+                    return ports
+            self._console.update(f"waiting for {', '.join(missing)}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _accepting(self, url: str) -> None:
+        """Return when the router says that it takes requests."""
+        self._console.update("waiting for the router to find the model")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            while True:
+                try:
+                    answer = await client.get(f"{url}/readyz", timeout=5.0)
+                    if answer.is_success:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(_POLL_S)
+
+
+def _listen_on(address: str, metrics_port: int) -> dict[str, Any]:
+    host, port = address.rsplit(":", 1)
+    return {"host": host, "port": int(port), "metrics_port": metrics_port}
