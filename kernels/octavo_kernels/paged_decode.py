@@ -1,0 +1,332 @@
+"""Attention of one new token per row over its paged context, split over the whole card.
+
+    out[s] = softmax(q[s] K^T * scale) V      over the context_lens[s] tokens of row s
+
+Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023; the split
+over the context follows Dao et al., "Flash-Decoding", 2023. The G query heads of a kv head share
+its keys, so they are the rows of one M = 16 dot.
+
+Rows differ in length, so the work is a flat list: `decode_work_list` cuts the contexts into items
+(row, start, end) of about total / (programs that fill the card) tokens. Its size depends on shapes
+alone (a CUDA graph can hold it); surplus programs exit. The only item of a row writes the row's
+output; several leave partial results, merged in fixed order by a second kernel. A row with context
+0 (dead) has no item, and the merge writes its zeros.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo_kernels.launch import Launch, cdiv, next_power_of_2, num_multiprocessors, offset64
+from octavo_kernels.paged_kv import (
+    LOG2_E,
+    attend_tile,
+    attention_reference,
+    check_cache,
+    gather_kv,
+    load_kv,
+)
+
+MAX_GROUP_SIZE = 16
+_ROWS = 16  # of the dot: the smallest that tensor cores take
+_PROGRAMS_PER_SM = 4
+_MIN_CHUNK_TOKENS = 256
+_MERGE_TILE = 16
+_MIN_ROWS_PAD = 128  # fewer sizes, fewer compilations
+
+
+class WorkList(NamedTuple):
+    """How the contexts of one step are cut; the same for every layer.
+
+    items: int32 [W, 3], (row, start, end) in tokens; start = end = 0 in surplus items.
+    item_offsets: int32 [S + 1]: row s owns items item_offsets[s] .. item_offsets[s + 1].
+    """
+
+    items: Tensor
+    item_offsets: Tensor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _work_list_kernel(
+    items,
+    item_offsets,
+    context_lens,
+    num_rows,
+    max_split_items,  # at most so many more items than rows
+    MIN_CHUNK: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+):
+    item = tl.program_id(0)
+    row = tl.arange(0, ROWS_PAD)
+    context = tl.load(context_lens + row, mask=row < num_rows, other=0)
+    total = tl.sum(context.to(tl.int64), axis=0)
+    # A multiple of MIN_CHUNK: no item but a row's last ends inside a tile.
+    even = (total + max_split_items - 1) // max_split_items
+    chunk = ((even + MIN_CHUNK - 1) // MIN_CHUNK * MIN_CHUNK).to(tl.int32)
+    chunk = tl.maximum(chunk, MIN_CHUNK)
+    num_items = (context + chunk - 1) // chunk
+    ends = tl.cumsum(num_items, axis=0)
+
+    # The item's row is the number of rows whose items all come before it; only that row's lane
+    # contributes to the sums below, and none does for a surplus item.
+    mine = (ends > item) & (ends - num_items <= item)
+    start = tl.sum(tl.where(mine, (item - (ends - num_items)) * chunk, 0), axis=0)
+    context_len = tl.sum(tl.where(mine, context, 0), axis=0)
+    tl.store(items + item * 3, tl.sum(tl.where(mine, row, 0), axis=0))
+    tl.store(items + item * 3 + 1, start)
+    tl.store(items + item * 3 + 2, tl.minimum(start + chunk, context_len))
+    if item == 0:
+        tl.store(item_offsets, 0)
+        tl.store(item_offsets + 1 + row, ends, mask=row < num_rows)
+
+
+@triton.jit
+def _paged_decode_kernel(
+    out,  # [S, H, D]
+    partial_out,  # [W, H, D] float32, normalised
+    partial_lse,  # [W, H] float32, log2 of the sum of exponentials
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    items,
+    item_offsets,
+    scale_log2,
+    stride_q,
+    stride_block,
+    stride_table,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.load(items + item * 3)
+    start = tl.load(items + item * 3 + 1)
+    end = tl.load(items + item * 3 + 2)
+    if start >= end:
+        return
+
+    group = tl.arange(0, ROWS)
+    dim = tl.arange(0, D_PAD)
+    head = kv_head * G + group
+    mask = (group < G)[:, None] & (dim < D)[None, :]
+    head_offset = head[:, None] * D + dim[None, :]
+    query = tl.load(q + offset64(row, stride_q) + head_offset, mask=mask, other=0.0)
+    table = block_table + offset64(row, stride_table)
+
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    full_end = start + (end - start) // TILE * TILE
+    for tile in range(start, full_end, TILE):
+        token = tile + tl.arange(0, TILE)
+        k, v = load_kv(
+            k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, True
+        )
+        row_max, row_sum, acc = attend_tile(
+            query, k, v, True, row_max, row_sum, acc, scale_log2, True
+        )
+    if full_end < end:
+        token = full_end + tl.arange(0, TILE)
+        k, v = load_kv(
+            k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, False
+        )
+        visible = (token < end)[None, :]
+        row_max, row_sum, acc = attend_tile(
+            query, k, v, visible, row_max, row_sum, acc, scale_log2, False
+        )
+
+    result = acc / row_sum[:, None]
+    is_alone = tl.load(item_offsets + row + 1) - tl.load(item_offsets + row) == 1
+    if is_alone:
+        tl.store(out + offset64(row, K * G * D) + head_offset, result.to(query.dtype), mask=mask)
+    else:
+        tl.store(partial_out + offset64(item, K * G * D) + head_offset, result, mask=mask)
+        lse = row_max + tl.log2(row_sum)
+        tl.store(partial_lse + item * (K * G) + head, lse, mask=group < G)
+
+
+@triton.jit
+def _merge_kernel(
+    out,
+    partial_out,
+    partial_lse,
+    item_offsets,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(item_offsets + row)
+    last = tl.load(item_offsets + row + 1)
+    if last - first == 1:
+        return
+    dim = tl.arange(0, D_PAD)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([D_PAD], tl.float32)
+    for tile in range(first, last, TILE):
+        item = tile + tl.arange(0, TILE)
+        valid = item < last
+        lse = tl.load(partial_lse + item * H + head, mask=valid, other=float("-inf"))
+        offset = offset64(item, H * D) + head * D
+        mask = valid[:, None] & (dim < D)[None, :]
+        part = tl.load(partial_out + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, axis=0))
+        decay = tl.exp2(row_max - new_max)
+        weight = tl.exp2(lse - new_max)
+        row_sum = row_sum * decay + tl.sum(weight, axis=0)
+        acc = acc * decay + tl.sum(weight[:, None] * part, axis=0)
+        row_max = new_max
+    # An empty context: 0 / 1 instead of 0 / 0.
+    result = acc / tl.where(first == last, 1.0, row_sum)
+    target = out + offset64(row, H * D) + head * D + dim
+    tl.store(target, result.to(out.dtype.element_ty), mask=dim < D)
+
+
+def work_list_launch(
+    work: WorkList, context_lens: Tensor, *, min_chunk: int = _MIN_CHUNK_TOKENS
+) -> Launch:
+    num_items, num_rows = work.items.shape[0], context_lens.shape[0]
+    return Launch(
+        kernel=_work_list_kernel,
+        grid=(num_items,),
+        args=(work.items, work.item_offsets, context_lens, num_rows, num_items - num_rows),
+        constants={"MIN_CHUNK": min_chunk, "ROWS_PAD": max(_MIN_ROWS_PAD, next_power_of_2(num_rows))},
+        num_warps=4,
+    )
+
+
+def decode_work_list(
+    context_lens: Tensor,
+    num_kv_heads: int,
+    *,
+    num_sms: int | None = None,
+    min_chunk: int = _MIN_CHUNK_TOKENS,
+) -> WorkList:
+    """Cuts contexts (int32 [S], on the card, never read by the host) into items.
+
+    `num_sms` defaults to the card's. `min_chunk` is the length of the smallest item that is not
+    its row's last; a multiple of the attention kernel's tile wastes least.
+    """
+    assert context_lens.ndim == 1, context_lens.shape
+    assert context_lens.dtype == torch.int32, context_lens.dtype
+    device = context_lens.device
+    num_sms = num_multiprocessors(device) if num_sms is None else num_sms
+    num_rows = context_lens.shape[0]
+    # sum ceil(len / chunk) <= rows + total / chunk: so many items always suffice.
+    num_items = num_rows + cdiv(_PROGRAMS_PER_SM * num_sms, num_kv_heads)
+    work = WorkList(
+        items=torch.empty((num_items, 3), dtype=torch.int32, device=device),
+        item_offsets=torch.empty(num_rows + 1, dtype=torch.int32, device=device),
+    )
+    work_list_launch(work, context_lens, min_chunk=min_chunk).run()
+    return work
+
+
+def paged_decode_launches(
+    out: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    work: WorkList,
+    scale: float,
+) -> tuple[Launch, Launch]:
+    """Attention over the items, then the merge."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    head_dim_padded = next_power_of_2(head_dim)
+    is_wide = head_dim_padded * q.element_size() > 256  # bytes of one head's key
+    attend = Launch(
+        kernel=_paged_decode_kernel,
+        grid=(work.items.shape[0], num_kv_heads),
+        args=(
+            *(out, partial_out, partial_lse, q, k_cache, v_cache),
+            *(block_table, work.items, work.item_offsets),
+            *(scale * LOG2_E, q.stride(0), k_cache.stride(0), block_table.stride(0)),
+        ),
+        constants={
+            "K": num_kv_heads,
+            "G": num_heads // num_kv_heads,
+            "D": head_dim,
+            "B": block_size,
+            "D_PAD": head_dim_padded,
+            "ROWS": _ROWS,
+            "TILE": 32 if is_wide else 64,
+        },
+        num_warps=4,
+        num_stages=3,
+    )
+    merge = Launch(
+        kernel=_merge_kernel,
+        grid=(num_rows, num_heads),
+        args=(out, partial_out, partial_lse, work.item_offsets),
+        constants={"H": num_heads, "D": head_dim, "D_PAD": head_dim_padded, "TILE": _MERGE_TILE},
+        num_warps=4,
+    )
+    return attend, merge
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    work: WorkList | None = None,
+) -> Tensor:
+    """[S, H, D] in q's dtype; zeros for rows with context 0.
+
+    q: [S, H, D], H / K <= 16. k_cache, v_cache: [N, K, B, D]. block_table: int32 [S, M], read up
+    to a row's context only. context_lens: int32 [S], the new token included.
+    work: from `decode_work_list`, if the caller shares one among the layers of a step.
+    """
+    check_cache(q, k_cache, v_cache, block_table)
+    num_rows, num_heads, _ = q.shape
+    assert num_heads // k_cache.shape[1] <= MAX_GROUP_SIZE, (q.shape, k_cache.shape)
+    assert block_table.shape[0] == context_lens.shape[0] == num_rows
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not num_rows:
+        return out
+    if work is None:
+        work = decode_work_list(context_lens, k_cache.shape[1])
+    num_items = work.items.shape[0]
+    partial_out = torch.empty((num_items, *q.shape[1:]), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
+    for launch in paged_decode_launches(
+        out, partial_out, partial_lse, q, k_cache, v_cache, block_table, work, scale
+    ):
+        launch.run()
+    return out
+
+
+def paged_decode_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for row, length in enumerate(context_lens.tolist()):
+        if length:
+            k = gather_kv(k_cache, block_table[row], length)
+            v = gather_kv(v_cache, block_table[row], length)
+            out[row] = attention_reference(q[row : row + 1], k, v, length - 1, scale)[0]
+    return out

@@ -1,0 +1,119 @@
+"""What both attention kernels share: reading paged KV, and one tile of online softmax.
+
+    s = q k^T * scale      m' = max(m, s)      p = exp(s - m')
+    l' = l exp(m - m') + sum(p)                acc' = acc exp(m - m') + p v
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
+"FlashAttention", 2022. Exponentials are base 2: `scale_log2` is the softmax scale times log2(e).
+
+Slots outside what a row may see hold anything, NaN included. They are never loaded, or their
+scores are replaced by a select: a multiplication by zero would let a NaN through.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo_kernels.launch import offset64
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def load_kv(
+    k_cache,  # [N, K, B, D]
+    v_cache,
+    table,  # the row's block ids
+    token,  # [TILE] positions in the context
+    end,  # tokens at or after this position are not loaded
+    kv_head,
+    stride_block,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    IS_FULL: tl.constexpr,  # the whole tile lies before `end`
+):
+    """Keys and values of one tile, both [TILE, D_PAD]; zeros where nothing was loaded."""
+    if IS_FULL:
+        block = tl.load(table + token // B)
+    else:
+        block = tl.load(table + token // B, mask=token < end, other=0)
+    row = offset64(block, stride_block) + (kv_head * B + token % B) * D
+    dim = tl.arange(0, D_PAD)
+    offset = row[:, None] + dim[None, :]
+    if IS_FULL and D == D_PAD:
+        k = tl.load(k_cache + offset)
+        v = tl.load(v_cache + offset)
+    else:
+        mask = (token < end)[:, None] & (dim < D)[None, :]
+        k = tl.load(k_cache + offset, mask=mask, other=0.0)
+        v = tl.load(v_cache + offset, mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def attend_tile(
+    q,  # [ROWS, D_PAD]
+    k,  # [TILE, D_PAD]
+    v,
+    visible,  # [ROWS, TILE] or broadcastable; ignored if IS_FULL
+    row_max,  # [ROWS] float32, in units of log2
+    row_sum,
+    acc,  # [ROWS, D_PAD] float32
+    scale_log2,
+    IS_FULL: tl.constexpr,
+):
+    """(row_max, row_sum, acc) after one more tile.
+
+    The first tile must show every row at least one token: then no maximum is ever -inf again
+    and no difference of maxima is NaN.
+    """
+    # "ieee": for float32 the default would be TF32; other dtypes don't mind.
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if not IS_FULL:
+        score = tl.where(visible, score, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_max[:, None])
+    decay = tl.exp2(row_max - new_max)
+    row_sum = row_sum * decay + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
+
+
+def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> None:
+    """q [T, H, D] with contiguous heads; caches [N, K, B, D], each block contiguous."""
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    assert q.ndim == 3, q.shape
+    assert q.shape[2] == head_dim, (q.shape, k_cache.shape)
+    assert q.shape[1] % num_kv_heads == 0, (q.shape, k_cache.shape)
+    assert q.stride()[1:] == (head_dim, 1), q.stride()
+    assert k_cache.shape == v_cache.shape, (k_cache.shape, v_cache.shape)
+    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    assert k_cache.stride()[1:] == (block_size * head_dim, head_dim, 1), k_cache.stride()
+    assert q.dtype == k_cache.dtype == v_cache.dtype, (q.dtype, k_cache.dtype, v_cache.dtype)
+    assert block_table.ndim == 2, block_table.shape
+    assert block_table.dtype == torch.int32, block_table.dtype
+    assert block_table.stride(1) == 1, block_table.stride()
+
+
+def gather_kv(cache: Tensor, block_table_row: Tensor, num_tokens: int) -> Tensor:
+    """The first `num_tokens` tokens of one row, float32 [num_tokens, K, D] (for references)."""
+    block_size = cache.shape[2]
+    blocks = block_table_row[: -(-num_tokens // block_size)].long()
+    tokens = cache[blocks].transpose(1, 2).reshape(-1, cache.shape[1], cache.shape[3])
+    return tokens[:num_tokens].float()
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, first_position: int, scale: float) -> Tensor:
+    """Causal attention in float32: q [L, H, D] at positions first_position.., k and v [P, K, D]."""
+    group_size = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
+    score = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    query_position = first_position + torch.arange(q.shape[0], device=q.device)
+    key_position = torch.arange(k.shape[0], device=q.device)
+    hidden = key_position[None, :] > query_position[:, None]
+    weight = score.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weight, v).to(q.dtype)

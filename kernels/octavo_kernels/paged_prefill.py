@@ -1,0 +1,198 @@
+"""Causal attention of prompt chunks over their paged contexts.
+
+    out[t] = softmax(q[t] K^T * scale) V      over the tokens up to t's own position
+
+C chunks lie one after another in q; chunk c is the last part of a context of context_lens[c]
+tokens, whose keys and values (the chunk's too) are in the paged cache already. Dao et al.,
+"FlashAttention-2", 2023, over the block tables of Kwon et al., "PagedAttention", 2023.
+
+A program takes ROWS rows of one chunk and one kv head; a row is a (token, query head of the group)
+pair, so keys are shared by a group whatever its size. Tiles of keys that all its tokens see come
+first and without a mask, then those on the diagonal.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo_kernels.launch import Launch, cdiv, next_power_of_2, offset64
+from octavo_kernels.paged_kv import (
+    LOG2_E,
+    attend_tile,
+    attention_reference,
+    check_cache,
+    gather_kv,
+    load_kv,
+)
+
+
+@triton.jit
+def _paged_prefill_kernel(
+    out,  # [T, H, D]
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    cu_seqlens_q,
+    context_lens,
+    scale_log2,
+    stride_q,
+    stride_block,
+    stride_table,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    B: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    TOKENS: tl.constexpr = ROWS // G  # rows that are left over are masked
+    # The last tokens of a chunk see the most keys: the longest programs start first.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    chunk = tl.program_id(1)
+    kv_head = tl.program_id(2)
+    q_start = tl.load(cu_seqlens_q + chunk)
+    q_len = tl.load(cu_seqlens_q + chunk + 1) - q_start
+    if first >= q_len:
+        return
+    history = tl.load(context_lens + chunk) - q_len
+
+    row = tl.arange(0, ROWS)
+    token_in_chunk = first + row // G
+    dim = tl.arange(0, D_PAD)
+    is_live = (row < TOKENS * G) & (token_in_chunk < q_len)
+    mask = is_live[:, None] & (dim < D)[None, :]
+    head_offset = ((kv_head * G + row % G) * D)[:, None] + dim[None, :]
+    token = q_start + token_in_chunk
+    query = tl.load(q + offset64(token, stride_q)[:, None] + head_offset, mask=mask, other=0.0)
+    table = block_table + offset64(chunk, stride_table)
+
+    position = history + token_in_chunk
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    #  0 .. full_end: seen by all rows | full_end .. end: the diagonal | end ..: seen by none
+    full_end = (history + first + 1) // TILE * TILE
+    end = history + tl.minimum(first + TOKENS, q_len)
+    for tile in range(0, full_end, TILE):
+        key = tile + tl.arange(0, TILE)
+        k, v = load_kv(k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, True)
+        row_max, row_sum, acc = attend_tile(
+            query, k, v, True, row_max, row_sum, acc, scale_log2, True
+        )
+    for tile in range(full_end, end, TILE):
+        key = tile + tl.arange(0, TILE)
+        k, v = load_kv(k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, False)
+        visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+        row_max, row_sum, acc = attend_tile(
+            query, k, v, visible, row_max, row_sum, acc, scale_log2, False
+        )
+
+    result = acc / row_sum[:, None]
+    target = out + offset64(token, K * G * D)[:, None] + head_offset
+    tl.store(target, result.to(query.dtype), mask=mask)
+
+
+class _Tiles:
+    """Rows, keys, warps and stages by what a key takes: (ROWS, TILE, num_warps, num_stages)."""
+
+    HALF = (128, 64, 8, 3)
+    HALF_WIDE = (64, 64, 8, 2)  # head dim 256
+    FLOAT = (32, 32, 4, 2)  # no tensor cores: the products live in registers
+
+
+def _tiles(dtype: torch.dtype, head_dim_padded: int) -> tuple[int, int, int, int]:
+    if dtype == torch.float32:
+        return _Tiles.FLOAT
+    return _Tiles.HALF_WIDE if head_dim_padded > 128 else _Tiles.HALF
+
+
+def paged_prefill_launch(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> Launch:
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    group_size = q.shape[1] // num_kv_heads
+    head_dim_padded = next_power_of_2(head_dim)
+    rows, tile, num_warps, num_stages = _tiles(q.dtype, head_dim_padded)
+    assert group_size <= rows, (group_size, rows)
+    return Launch(
+        kernel=_paged_prefill_kernel,
+        grid=(cdiv(max_seqlen_q, rows // group_size), context_lens.shape[0], num_kv_heads),
+        args=(
+            *(out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens),
+            *(scale * LOG2_E, q.stride(0), k_cache.stride(0), block_table.stride(0)),
+        ),
+        constants={
+            "K": num_kv_heads,
+            "G": group_size,
+            "D": head_dim,
+            "B": block_size,
+            "D_PAD": head_dim_padded,
+            "ROWS": rows,
+            "TILE": tile,
+        },
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> Tensor:
+    """[T, H, D] in q's dtype.
+
+    q: [T, H, D], the chunks one after another. cu_seqlens_q: int32 [C + 1], their borders in q.
+    k_cache, v_cache: [N, K, B, D]. block_table: int32 [C, M], read up to a chunk's context only.
+    context_lens: int32 [C], tokens before the chunk plus the chunk's. max_seqlen_q: at least the
+    longest chunk's tokens (the grid's size; the borders stay on the card).
+    """
+    check_cache(q, k_cache, v_cache, block_table)
+    num_chunks = context_lens.shape[0]
+    assert block_table.shape[0] == num_chunks, (block_table.shape, num_chunks)
+    assert cu_seqlens_q.shape == (num_chunks + 1,), (cu_seqlens_q.shape, num_chunks)
+    assert cu_seqlens_q.dtype == context_lens.dtype == torch.int32
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.shape[0] and num_chunks:
+        paged_prefill_launch(
+            *(out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens),
+            *(max_seqlen_q, scale),
+        ).run()
+    return out
+
+
+def paged_prefill_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> Tensor:
+    borders = cu_seqlens_q.tolist()
+    assert max(b - a for a, b in zip(borders, borders[1:], strict=False)) <= max_seqlen_q
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for chunk, length in enumerate(context_lens.tolist()):
+        start, end = borders[chunk], borders[chunk + 1]
+        k = gather_kv(k_cache, block_table[chunk], length)
+        v = gather_kv(v_cache, block_table[chunk], length)
+        out[start:end] = attention_reference(q[start:end], k, v, length - (end - start), scale)
+    return out
