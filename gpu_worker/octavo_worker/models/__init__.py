@@ -1,0 +1,58 @@
+"""Models: from a folder to a decoder on a device. Entry point: `load_model`.
+
+`families` says what an architecture's name means, `config` reads the folder, `rope` makes the
+position table, `decoder` computes. Must not know: requests, rows, sampling.
+"""
+
+from pathlib import Path
+
+import torch
+
+from octavo_worker.models.config import ModelConfig, choose_dtype, read_fields, stored_dtype
+from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
+from octavo_worker.models.families import FAMILIES, Family
+from octavo_worker.weights import Checkpoint, Progress, choose_head, fill_random, load_weights
+
+__all__ = ["FAMILIES", "Family", "Model", "ModelConfig", "load_model"]
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    max_model_len: int = 0,
+    progress: Progress | None = None,
+) -> Model:
+    """The model of `folder` on `device`.
+
+    `dtype`: "auto" (the checkpoint's on cuda, float32 on the CPU), a name or a torch dtype.
+    `load_format`: "auto" = safetensors; "random" = weights drawn from `seed`, for folders that
+    hold a config.json only. `max_model_len` 0 = the longest that the model allows. `progress`
+    is called with the fraction loaded, up to 1.0. Raises ConfigurationError for whatever is
+    wrong with the folder, naming file and tensor or field.
+    """
+    device = torch.device(device)
+    stored = stored_dtype(read_fields(folder))
+    if load_format == "random":
+        chosen = choose_dtype(dtype, stored, device)
+        config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
+        model = Model(config, device, tied=config.tie_word_embeddings)
+        fill_random(model.slots(), seed=seed, std=config.initializer_range)
+        if progress is not None:
+            progress(1.0)
+        return model
+    with Checkpoint(folder) as checkpoint:
+        chosen = choose_dtype(dtype, stored or checkpoint.dtype(), device)
+        config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
+        head = choose_head(
+            checkpoint, tie=config.tie_word_embeddings, embed_name=EMBED_NAME, head_name=HEAD_NAME
+        )
+        model = Model(config, device, tied=head.tied)
+        slots = model.slots()
+        slots[head.embed_name] = slots.pop(EMBED_NAME)
+        ignored = (HEAD_NAME,) if head.tied else ()
+        load_weights(checkpoint, slots, ignored=ignored, progress=progress)
+    return model

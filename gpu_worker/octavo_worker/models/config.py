@@ -1,0 +1,245 @@
+"""A model's configuration: config.json and generation_config.json, checked and normalised.
+
+`read_fields` reads the file as it is, `ModelConfig.from_folder` says what the decoder, the KV
+cache and the runner need. Every mistake in the files is a ConfigurationError that names file
+and field. Must not know: weights, backends, requests. No code of the folder is ever run.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from octavo.errors import ConfigurationError
+
+from octavo_worker.models.families import Fields, family_of
+from octavo_worker.models.rope import RopeConfig
+
+_LOG = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`. Raises ConfigurationError: absent, not JSON, not an object."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: no such file; is this a model's folder?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: can't be read: {error}") from None
+    if text.startswith("version https://git-lfs"):
+        raise ConfigurationError(
+            f"{path}: is a Git-LFS pointer; fetch the file with `git lfs pull`"
+        )
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{path}: is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path}: must hold an object, not {type(value).__name__}")
+    return value
+
+
+def read_fields(folder: Path) -> Fields:
+    """config.json over the family's defaults."""
+    fields = read_json(folder / "config.json")
+    return {**family_of(fields).defaults, **fields}
+
+
+def stored_dtype(fields: Fields) -> torch.dtype | None:
+    """The dtype that config.json names (`dtype`, in older files `torch_dtype`)."""
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    if name is None:
+        return None
+    dtype = DTYPES.get(str(name).removeprefix("torch."))
+    if dtype is None:
+        allowed = ", ".join(DTYPES)
+        raise ConfigurationError(f"config.json: dtype={name!r} isn't supported; one of {allowed}")
+    return dtype
+
+
+def choose_dtype(
+    requested: str | torch.dtype, stored: torch.dtype | None, device: torch.device
+) -> torch.dtype:
+    """The dtype to compute in: as requested, or "auto" = the stored one on cuda, else float32.
+
+    Warns of float16 for bfloat16 weights: values beyond 65,504 become infinite.
+    """
+    if isinstance(requested, torch.dtype):
+        dtype = requested
+    elif requested == "auto":
+        dtype = (stored or torch.bfloat16) if device.type == "cuda" else torch.float32
+    elif requested in DTYPES:
+        dtype = DTYPES[requested]
+    else:
+        allowed = ", ".join(DTYPES)
+        raise ConfigurationError(f"OCTAVO_DTYPE={requested!r}: must be auto or one of {allowed}")
+    if dtype == torch.float16 and stored == torch.bfloat16:
+        _LOG.warning("float16 for bfloat16 weights: large values overflow; prefer bfloat16")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a decoder is made of. `scale` is the attention's, `rope_layers` has a flag a layer.
+
+    `window`: keys that a query sees, itself included; None = all. `max_model_len` is never
+    above it, so that no query ever leaves its window.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    rope_layers: tuple[bool, ...]
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    window: int | None
+    scale: float
+    eos_token_ids: tuple[int, ...]
+    initializer_range: float
+    dtype: torch.dtype
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, *, dtype: torch.dtype = torch.float32, max_model_len: int = 0
+    ) -> "ModelConfig":
+        """Read `folder`. `max_model_len` 0 = the longest that the model allows."""
+        fields = read_fields(folder)
+        family = family_of(fields)
+        _refuse_what_is_not_computed(fields)
+        num_heads = _count(fields, "num_attention_heads")
+        num_kv_heads = _kv_heads(fields, num_heads)
+        hidden_size = _count(fields, "hidden_size")
+        head_dim = _head_dim(fields, hidden_size, num_heads)
+        _count(fields, "max_position_embeddings")
+        num_layers = _count(fields, "num_hidden_layers")
+        rope = RopeConfig.from_fields(fields, head_dim=head_dim)
+        window = None if family.window(fields) is None else _count(fields, "sliding_window")
+        return cls(
+            architecture=family.architecture,
+            vocab_size=_count(fields, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_count(fields, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_model_len=_max_model_len(fields, rope, window, max_model_len),
+            rms_norm_eps=float(fields["rms_norm_eps"]),
+            rope=rope,
+            rope_layers=family.rope_layers(fields),
+            qkv_bias=_flag(fields, "attention_bias", family.qkv_bias),
+            o_bias=_flag(fields, "attention_bias", family.o_bias),
+            mlp_bias=_flag(fields, "mlp_bias", family.mlp_bias),
+            qk_norm=family.qk_norm,
+            tie_word_embeddings=_flag(fields, "tie_word_embeddings"),
+            window=window,
+            scale=head_dim**-0.5,
+            eos_token_ids=_eos_token_ids(folder, fields),
+            initializer_range=float(fields["initializer_range"]),
+            dtype=dtype,
+        )
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads."""
+        return self.num_kv_heads * self.head_dim
+
+
+def _count(fields: Fields, name: str) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"config.json: {name}={value!r} must be a whole number >= 1")
+    return value
+
+
+def _flag(fields: Fields, name: str, fixed: bool | None = None) -> bool:
+    value = fields[name] if fixed is None else fixed
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"config.json: {name}={value!r} must be true or false")
+    return value
+
+
+def _kv_heads(fields: Fields, num_heads: int) -> int:
+    if fields["num_key_value_heads"] is None:
+        return num_heads
+    num_kv_heads = _count(fields, "num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ConfigurationError(
+            f"config.json: num_attention_heads={num_heads} is no multiple of "
+            f"num_key_value_heads={num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    if fields["head_dim"] is None:
+        if hidden_size % num_heads:
+            raise ConfigurationError(
+                f"config.json: hidden_size={hidden_size} is no multiple of "
+                f"num_attention_heads={num_heads}, and there is no head_dim"
+            )
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = _count(fields, "head_dim")
+    if head_dim % 2:
+        raise ConfigurationError(f"config.json: head_dim={head_dim} must be even")
+    return head_dim
+
+
+def _refuse_what_is_not_computed(fields: Fields) -> None:
+    if fields["hidden_act"] not in ("silu", "swish"):
+        raise ConfigurationError(
+            f"config.json: hidden_act={fields['hidden_act']!r} isn't supported; supported: silu"
+        )
+    for name in ("quantization_config", "compression_config", "per_layer_config"):
+        if fields.get(name):
+            raise ConfigurationError(f"config.json: {name} isn't supported: {fields[name]!r:.200}")
+
+
+def _max_model_len(fields: Fields, rope: RopeConfig, window: int | None, requested: int) -> int:
+    limit = rope.max_position(fields["max_position_embeddings"])
+    if window is not None and window < limit:
+        if not requested:
+            _LOG.warning(
+                "max_model_len is %d instead of %d: the model's sliding window", window, limit
+            )
+        limit = window
+    if requested > limit:
+        raise ConfigurationError(
+            f"OCTAVO_MAX_MODEL_LEN={requested}: this model allows at most {limit} tokens"
+            + (" (its sliding window)" if limit == window else ""),
+            param="max_model_len",
+        )
+    return requested or limit
+
+
+def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
+    """The ending ids: generation_config.json's if it names any, else config.json's."""
+    path = folder / "generation_config.json"
+    value = read_json(path).get("eos_token_id") if path.exists() else None
+    if value is None:
+        value = fields["eos_token_id"]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise ConfigurationError(f"{folder}: eos_token_id={value!r} must be ids")
+    return tuple(dict.fromkeys(ids))

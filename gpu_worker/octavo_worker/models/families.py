@@ -1,0 +1,158 @@
+"""The family table: what an architecture's name says that its config.json doesn't.
+
+Defaults hold where a key is absent from config.json (null is not absent), and equal those of
+transformers' configuration classes. Must not know: tensors, files. Entry point: `family_of`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import ConfigurationError
+
+Fields = Mapping[str, Any]
+
+
+def _no_window(fields: Fields) -> int | None:  # noqa: ARG001 - one signature for all rules
+    return None
+
+
+def _window_everywhere(fields: Fields) -> int | None:
+    return fields["sliding_window"]
+
+
+def _window_by_layer(fields: Fields) -> int | None:
+    """The window if any layer has one: `layer_types`, else the layers from `max_window_layers`."""
+    if not fields["use_sliding_window"] or fields["sliding_window"] is None:
+        return None
+    layer_types = fields.get("layer_types")
+    if layer_types is not None:
+        is_sliding = "sliding_attention" in layer_types
+    else:
+        is_sliding = fields["max_window_layers"] < fields["num_hidden_layers"]
+    return fields["sliding_window"] if is_sliding else None
+
+
+def _rope_everywhere(fields: Fields) -> tuple[bool, ...]:
+    return (True,) * fields["num_hidden_layers"]
+
+
+def _rope_by_layer(fields: Fields) -> tuple[bool, ...]:
+    """`no_rope_layers` (1 = has rope, despite its name), else all but every n-th layer."""
+    flags, num_layers = fields.get("no_rope_layers"), fields["num_hidden_layers"]
+    if flags is None:
+        interval = fields["no_rope_layer_interval"]
+        flags = [(index + 1) % interval != 0 for index in range(num_layers)]
+    if len(flags) < num_layers:
+        raise ConfigurationError(
+            f"config.json: no_rope_layers has {len(flags)} entries for {num_layers} layers"
+        )
+    return tuple(bool(flag) for flag in flags[:num_layers])
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of the table. Bias flags: None = what the config's flag says, else fixed."""
+
+    architecture: str
+    model_type: str
+    defaults: Fields
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    window: Callable[[Fields], int | None] = _no_window
+    rope_layers: Callable[[Fields], tuple[bool, ...]] = _rope_everywhere
+
+
+_DEFAULTS: Fields = {
+    "attention_bias": False,
+    "eos_token_id": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32_768,
+    "mlp_bias": False,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+_QWEN_DEFAULTS: Fields = {
+    **_DEFAULTS,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+FAMILIES = (
+    Family(  # SmolLM and SmolLM2 too
+        "LlamaForCausalLM",
+        "llama",
+        {**_DEFAULTS, "max_position_embeddings": 2048, "eos_token_id": 2},
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        {
+            **_DEFAULTS,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        window=_window_everywhere,
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        _QWEN_DEFAULTS,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        window=_window_by_layer,
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {**_QWEN_DEFAULTS, "head_dim": 128},
+        mlp_bias=False,
+        qk_norm=True,
+        window=_window_by_layer,
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        {
+            **_DEFAULTS,
+            "eos_token_id": 128_001,
+            "max_window_layers": 0,
+            "no_rope_layer_interval": 4,
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+        window=_window_by_layer,
+        rope_layers=_rope_by_layer,
+    ),
+)
+
+
+def family_of(fields: Fields) -> Family:
+    """The family that config.json's `architectures` (else its `model_type`) names.
+
+    Raises ConfigurationError that lists the supported architectures.
+    """
+    architectures = fields.get("architectures") or []
+    for family in FAMILIES:
+        named = family.architecture in architectures
+        if named or (not architectures and family.model_type == fields.get("model_type")):
+            return family
+    named = ", ".join(map(str, architectures)) or f"of model_type {fields.get('model_type')!r}"
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ConfigurationError(f"architecture {named} isn't supported; supported: {supported}")

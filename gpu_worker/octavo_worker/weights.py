@@ -1,0 +1,272 @@
+"""Weights: a checkpoint's safetensors, checked as a whole, then copied each to its place.
+
+All headers are read and all names, shapes and dtypes compared with the model before the first
+byte is loaded: an incomplete checkpoint fails within seconds, by the name of the tensor and
+file, and never as wrong text. Files are memory-mapped; a tensor goes straight from the mapping
+to its rows of the (fused) parameter on the device, cast on the way. Must not know: layers,
+backends, services. Entry points: `Checkpoint`, `load_weights`, `fill_random`.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from octavo.errors import ConfigurationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo_worker.models.config import read_json
+
+_LOG = logging.getLogger(__name__)
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_LFS_START = b"version https://git-lfs"
+# Computed from the configuration; old checkpoints of Llama hold them all the same.
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file; `dtype` as safetensors spells it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    handle: Any
+
+    @property
+    def num_bytes(self) -> int:
+        size = torch.Size(self.shape).numel()
+        return size * (_FLOAT_DTYPES[self.dtype].itemsize if self.dtype in _FLOAT_DTYPES else 1)
+
+
+class Checkpoint:
+    """The tensors of a folder by name: one file, or the shards that the index names.
+
+    Other safetensors files in the folder are nobody's business. Use as a context manager.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open and check all files. Raises ConfigurationError naming the file or tensor."""
+        self.folder = folder
+        self._stack = ExitStack()
+        try:
+            self.tensors = self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self.tensors = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, a view of the mapped file."""
+        return self.tensors[name].handle.get_tensor(name)
+
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the first floating tensor, for folders whose config.json has none."""
+        stored = (_FLOAT_DTYPES.get(tensor.dtype) for tensor in self.tensors.values())
+        return next((dtype for dtype in stored if dtype is not None), None)
+
+    def _open(self) -> dict[str, StoredTensor]:
+        single, index = self.folder / SINGLE_NAME, self.folder / INDEX_NAME
+        if single.exists():
+            return self._open_file(single)
+        if index.exists():
+            return self._open_shards(index)
+        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        raise ConfigurationError(
+            f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
+            + (f" (but {', '.join(found[:4])})" if found else "")
+            + "; other formats than safetensors must be converted first"
+        )
+
+    def _open_shards(self, index: Path) -> dict[str, StoredTensor]:
+        weight_map = _weight_map(index)
+        tensors: dict[str, StoredTensor] = {}
+        for file_name in sorted(set(weight_map.values())):
+            expected = {name for name, file in weight_map.items() if file == file_name}
+            path = self.folder / file_name
+            if not path.exists():
+                raise ConfigurationError(
+                    f"{path}: the shard is absent; {index.name} says that it holds "
+                    f"{_some(expected)}"
+                )
+            stored = self._open_file(path)
+            if absent := expected - stored.keys():
+                raise ConfigurationError(
+                    f"{path}: holds no {_some(absent)}, though {index.name} says so"
+                )
+            if extra := stored.keys() - expected:
+                raise ConfigurationError(
+                    f"{path}: holds {_some(extra)}, which {index.name} doesn't place there"
+                )
+            tensors |= stored
+        return tensors
+
+    def _open_file(self, path: Path) -> dict[str, StoredTensor]:
+        handle = self._stack.enter_context(_open_safetensors(path))
+        tensors: dict[str, StoredTensor] = {}
+        for name in handle.keys():  # noqa: SIM118 - no mapping
+            part = handle.get_slice(name)
+            shape = tuple(part.get_shape())
+            tensors[name] = StoredTensor(path, part.get_dtype(), shape, handle)
+        return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name. Files are plain names: an index can't reach out of its folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigurationError(f"{index}: has no weight_map")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or not file_name or Path(file_name).name != file_name:
+            raise ConfigurationError(f"{index}: {name} is in {file_name!r}, which is no file name")
+    return weight_map
+
+
+def _open_safetensors(path: Path) -> Any:
+    """Map a file; the library compares the header with the file's size."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_START))
+        if start == _LFS_START:
+            raise ConfigurationError(
+                f"{path}: is a Git-LFS pointer, not the weights; fetch them with `git lfs pull`"
+            )
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise ConfigurationError(
+            f"{path}: is damaged, cut short or no safetensors file ({size:,} bytes): {error}"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{path}: can't be read: {error}") from None
+
+
+def _some(names: Collection[str]) -> str:
+    """At most three of the names, in order."""
+    first = ", ".join(sorted(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more tensors"
+
+
+class HeadChoice(NamedTuple):
+    """Whether the head is the embedding matrix, and the name under which that is stored."""
+
+    tied: bool
+    embed_name: str
+
+
+def choose_head(
+    checkpoint: Checkpoint, *, tie: bool, embed_name: str, head_name: str
+) -> HeadChoice:
+    """What the configuration's tie flag means for this file, as transformers decides it.
+
+    Tied with only one of both stored: that one is both. Tied with both stored: tied if they are
+    equal, else the file wins, with a warning. Not tied: both are needed.
+    """
+    if not tie:
+        return HeadChoice(tied=False, embed_name=embed_name)
+    if head_name not in checkpoint:
+        return HeadChoice(tied=True, embed_name=embed_name)
+    if embed_name not in checkpoint:
+        return HeadChoice(tied=True, embed_name=head_name)
+    embed, head = checkpoint.read(embed_name), checkpoint.read(head_name)
+    if embed.shape == head.shape and torch.equal(embed, head.to(embed.dtype)):
+        return HeadChoice(tied=True, embed_name=embed_name)
+    _LOG.warning(
+        "config.json ties the head to the embedding, but %s holds a different %s: not tied",
+        checkpoint.tensors[head_name].path,
+        head_name,
+    )
+    return HeadChoice(tied=False, embed_name=embed_name)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    slots: Mapping[str, Tensor],
+    *,
+    ignored: Collection[str] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Fill every slot from the tensor of its name, exactly once; cast to the slot's dtype.
+
+    `ignored` may be in the checkpoint without a slot. `progress` gets the loaded fraction.
+    Raises ConfigurationError naming tensor and file before anything is loaded.
+    """
+    _check(checkpoint, slots, ignored)
+    total = sum(checkpoint.tensors[name].num_bytes for name in slots)
+    done = 0
+    by_file = sorted(slots, key=lambda name: str(checkpoint.tensors[name].path))
+    for name in by_file:
+        slots[name].copy_(checkpoint.read(name))
+        done += checkpoint.tensors[name].num_bytes
+        if progress is not None:
+            progress(done / total)
+
+
+def _check(checkpoint: Checkpoint, slots: Mapping[str, Tensor], ignored: Collection[str]) -> None:
+    tensors = checkpoint.tensors
+    if missing := slots.keys() - tensors.keys():
+        files = sorted({tensor.path.name for tensor in tensors.values()})
+        raise ConfigurationError(
+            f"{checkpoint.folder}: the model needs {_some(missing)}, which no file holds "
+            f"({', '.join(files[:3])}{', ...' if len(files) > 3 else ''})"
+        )
+    for name, tensor in tensors.items():
+        if name.endswith(_IGNORED_SUFFIX) or (name in ignored and name not in slots):
+            continue
+        if name not in slots:
+            raise ConfigurationError(
+                f"{tensor.path}: the model has no place for the tensor {name} "
+                f"{list(tensor.shape)}; is config.json of another model?"
+            )
+        wanted = tuple(slots[name].shape)
+        if tensor.shape != wanted:
+            raise ConfigurationError(
+                f"{tensor.path}: tensor {name} has the shape {list(tensor.shape)}, "
+                f"config.json asks for {list(wanted)}"
+            )
+        if tensor.dtype not in _FLOAT_DTYPES:
+            allowed = ", ".join(_FLOAT_DTYPES)
+            raise ConfigurationError(
+                f"{tensor.path}: tensor {name} has the dtype {tensor.dtype}; one of {allowed} "
+                "is needed (quantized checkpoints aren't supported)"
+            )
+
+
+def fill_random(slots: Mapping[str, Tensor], *, seed: int, std: float) -> None:
+    """Fill all slots on their device: norms with 1, all else normal with `std`.
+
+    The same seed gives the same values on the same kind of device.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, slot in slots.items():
+        if name.endswith("norm.weight"):
+            slot.fill_(1.0)
+            continue
+        generator = generators.get(slot.device)
+        if generator is None:
+            generator = torch.Generator(device=slot.device).manual_seed(seed)
+            generators[slot.device] = generator
+        slot.normal_(0.0, std, generator=generator)

@@ -1,0 +1,210 @@
+"""Every family and quirk equals transformers: logits within 1e-4, the same greedy ids.
+
+Whole prompts, chunked prefill mixed with decode, dead rows and decode all go through the paged
+cache, over the oracle backend and the CPU backend.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from octavo_worker.backends import Backend
+from octavo_worker.backends.cpu import CpuBackend
+from octavo_worker.models import Model, load_model
+
+from tests.tiny_models import TINY_VOCAB_SIZE, save_tiny_model, tiny_config, tiny_model
+from tests.unit.gpu_worker.dense_backend import DenseBackend, PagedRun, PagedSequence, greedy
+
+TOLERANCE = 1e-4
+BACKENDS: dict[str, type[Backend]] = {"dense": DenseBackend, "cpu": CpuBackend}
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+YARN_SHORT = YARN | {"original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+SHORT = {"max_position_embeddings": 128}
+
+
+def heads(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": 16 * num_heads,
+    }
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama mha, head dim 64": ("llama", heads(4, 4, 64)),
+    "llama gqa 3, head dim 64": ("llama", heads(9, 3, 64)),
+    "llama gqa 4, head dim 80": ("llama", heads(8, 2, 80)),
+    "llama gqa 7, head dim 96": ("llama", heads(7, 1, 96)),
+    "llama gqa 7, head dim 128": ("llama", heads(14, 2, 128)),
+    "llama linear": ("llama", {"rope_parameters": LINEAR, **SHORT}),
+    "llama llama3": ("llama", {"rope_parameters": LLAMA3, **SHORT}),
+    "llama yarn": ("llama", {"rope_parameters": YARN_SHORT, **SHORT}),
+    "mistral": ("mistral", {}),
+    "mistral wide heads": ("mistral", {**heads(4, 1, 128), "hidden_size": 64}),
+    "mistral window": ("mistral", {"sliding_window": 80}),
+    "mistral yarn": ("mistral", {"rope_parameters": YARN_SHORT, **SHORT}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied gqa 7": ("qwen2", {**heads(14, 2, 64), "tie_word_embeddings": True}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN, "max_position_embeddings": 32}),
+    "qwen2 window by layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 80, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied, head dim 128": ("qwen3", {**heads(8, 2, 128), "tie_word_embeddings": True}),
+    "qwen3 biases": ("qwen3", {"attention_bias": True}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN, "max_position_embeddings": 32}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 tied": ("smollm3", {"tie_word_embeddings": True}),
+    "smollm3 chosen layers": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
+}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(TINY_VOCAB_SIZE) for _ in range(length)]
+
+
+@torch.inference_mode()
+def assert_equal(reference: torch.nn.Module, sequence: PagedSequence, num_prompt: int) -> None:
+    """All logits so far, and that each token after the prompt is transformers' choice."""
+    ids = torch.tensor([sequence.token_ids[: sequence.num_computed]])
+    expected = reference(ids).logits[0]
+    got = torch.stack([sequence.logits[i] for i in range(sequence.num_computed)])
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+    chosen = expected.argmax(dim=-1).tolist()
+    assert sequence.token_ids[num_prompt:] == chosen[num_prompt - 1 : -1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_ids_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
+    family, overrides = CASES[name]
+    folder = save_tiny_model(tmp_path, family, **overrides)
+    reference = tiny_model(tiny_config(family, **overrides))
+    model = load_model(folder)
+    run = PagedRun(model, BACKENDS[backend]())
+
+    whole = run.add(prompt(50, seed=1))
+    run.step(chunks=[(whole, 50)])
+    chunked = run.add(prompt(48, seed=2))
+    short = run.add(prompt(1, seed=3))
+    run.step(chunks=[(chunked, 17), (short, 1)])
+    greedy(run, [whole, short], 2)
+    for sequence in (whole, short):
+        last = sequence.logits[len(sequence.token_ids) - 1]
+        sequence.token_ids.append(int(last.argmax()))
+    run.step(chunks=[(chunked, 15)], rows=[short, whole])
+    run.step(chunks=[(chunked, 16)])
+    greedy(run, [whole, chunked, short], 14)
+
+    for sequence, num_prompt in ((whole, 50), (chunked, 48), (short, 1)):
+        assert_equal(reference, sequence, num_prompt)
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, LLAMA3, YARN_SHORT, YARN], ids=str)
+def test_long_contexts_of_scaled_positions_equal_transformers(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    """Up to the last position that the scaling allows, far beyond the original context."""
+    overrides = {"rope_parameters": scaling, "max_position_embeddings": 128}
+    folder = save_tiny_model(tmp_path, **overrides)
+    reference = tiny_model(tiny_config(**overrides))
+    model = load_model(folder)
+    longest = 128 if "original_max_position_embeddings" in scaling else 512
+    assert model.config.max_model_len == longest
+    run = PagedRun(model, CpuBackend())
+    sequence = run.add(prompt(longest - 4, seed=4))
+    run.step(chunks=[(sequence, 100)])
+    run.step(chunks=[(sequence, longest - 4 - 100)])
+    greedy(run, [sequence], 4)
+    assert sequence.num_computed == longest
+    assert_equal(reference, sequence, longest - 4)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_block_size_changes_nothing(block_size: int, tmp_path: Path) -> None:
+    model = load_model(save_tiny_model(tmp_path))
+    run = PagedRun(model, CpuBackend(), block_size=block_size)
+    sequence = run.add(prompt(2 * block_size, seed=5))
+    run.step(chunks=[(sequence, 2 * block_size)])
+    greedy(run, [sequence], block_size + 1)
+    assert_equal(tiny_model(tiny_config()), sequence, 2 * block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close_to_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "qwen3", dtype=dtype)
+    ids = prompt(40, seed=6)
+
+    def logits(model: Model) -> torch.Tensor:
+        run = PagedRun(model, CpuBackend())
+        run.kv_caches = [
+            (k.to(model.config.dtype), v.to(model.config.dtype)) for k, v in run.kv_caches
+        ]
+        sequence = run.add(ids)
+        run.step(chunks=[(sequence, 40)])
+        return torch.stack(list(sequence.logits.values()))
+
+    half = load_model(folder, dtype=dtype)
+    assert {slot.dtype for slot in half.slots().values()} == {dtype}
+    got, expected = logits(half), logits(load_model(folder, dtype="float32"))
+    assert got.dtype == torch.float32
+    error = (got - expected).abs().max()
+    assert 0 < error < (0.15 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_partial_rotary_leaves_the_other_dims_alone(tmp_path: Path) -> None:
+    """With R < D only the first R dims carry the position: the table decides, not the model."""
+    model = load_model(save_tiny_model(tmp_path))
+    for layer in model.layers:
+        layer.cos_sin = layer.cos_sin[:, :, :4].contiguous()
+    ids = prompt(20, seed=7)
+    results = []
+    for backend in (DenseBackend(), CpuBackend()):
+        run = PagedRun(model, backend)
+        sequence = run.add(ids)
+        run.step(chunks=[(sequence, 20)])
+        results.append(torch.stack(list(sequence.logits.values())))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)
+
+
+def test_demo_model_says_paris() -> None:
+    """SmolLM2-135M, float32, greedy, from the real checkpoint with its real chat template."""
+    from octavo.hub import resolve_model
+    from transformers import AutoTokenizer
+
+    folder = resolve_model("demo", None, weights=True)
+    model = load_model(folder)
+    assert model.lm_head is model.embed_tokens
+    assert model.config.eos_token_ids == (2,)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    run = PagedRun(model, CpuBackend(), num_blocks=16)
+    sequence = run.add(tokenizer.encode(text, add_special_tokens=False))
+    num_prompt = len(sequence.token_ids)
+    run.step(chunks=[(sequence, num_prompt)])
+    greedy(run, [sequence], 8)
+    answer = sequence.token_ids[num_prompt:]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
