@@ -122,15 +122,18 @@ def _race(
 def _is_accepted(
     logits: torch.Tensor, scaled: torch.Tensor, drawn: torch.Tensor, params: SamplingTensors
 ) -> torch.Tensor:
-    """bool [S]: mass above < top_p, count above < top_k, p >= min_p * max p."""
+    """bool [S]: mass above < top_p, count above < top_k, p >= min_p * max p.
+
+    Non-finite logits are accepted: another round would not help, the row fails anyway.
+    """
     weights = scaled.exp()  # the likeliest token weighs 1
+    total = weights.sum(dim=-1)
     is_likelier = logits > logits.gather(1, drawn[:, None])
-    mass = weights.masked_fill(~is_likelier, 0.0).sum(dim=-1) / weights.sum(dim=-1)
+    mass = weights.masked_fill(~is_likelier, 0.0).sum(dim=-1) / total
     count = is_likelier.sum(dim=-1)
     weight = weights.gather(1, drawn[:, None]).flatten()
-    return (
-        # Rounding may bring the mass to 1, so that 1 must mean off.
-        ((mass < params.top_p) | (params.top_p >= 1.0))
-        & ((count < params.top_k) | (params.top_k == 0))
-        & (weight >= params.min_p)
-    )
+    # Rounding may bring the mass to 1, so that 1 must mean off.
+    is_in = (mass < params.top_p) | (params.top_p >= 1.0)
+    is_in &= (count < params.top_k) | (params.top_k == 0)
+    is_in &= weight >= params.min_p
+    return is_in | ~total.isfinite()

@@ -1,0 +1,98 @@
+"""A launched step, and what it drew, on the way to the host.
+
+Must not know: how steps are launched (`runner`). Entry point: `PendingStep.outcome`.
+
+E entries (drawn tokens) of a step, E' of them asked for logprobs.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo_worker.logprobs import LogprobTensors, to_entries
+from octavo_worker.plan import I64, EntryLogprobs, RowEvent, RowFault, StepOutcome
+from octavo_worker.row_book import StepWork
+from octavo_worker.rows import NOTHING_DRAWN
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a step drew."""
+
+    tokens_and_events: torch.Tensor  # int64 [2, E], filled once the step is done
+    logprob_entries: list[int]  # [E']
+    logprob_counts: list[int]  # [E'] alternatives that each wants
+    logprobs: LogprobTensors | None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A launched step. `done`: None if it was over when launched. Times by perf_counter."""
+
+    step: int
+    plan_id: int
+    repeat: int
+    work: StepWork
+    faults: tuple[RowFault, ...]
+    draw: Draw | None
+    done: torch.cuda.Event | None
+    launched_ns: int
+    wait_us: int
+
+    def outcome(self) -> StepOutcome:
+        """The result; only once the step is done."""
+        work = self.work
+        columns = np.empty((4, 0), np.int64)
+        logprobs: tuple[EntryLogprobs, ...] = ()
+        if self.draw is not None:
+            tokens, events = self.draw.tokens_and_events.numpy()
+            is_drawn = events != NOTHING_DRAWN
+            columns = np.stack([work.entry_rows, work.entry_generations, tokens, events])
+            logprobs = _logprobs(self.draw, events)
+            columns = columns[:, is_drawn]
+        faults = (*self.faults, *_device_faults(columns))
+        columns = np.concatenate([columns, _fault_columns(self.faults)], axis=1)
+        return StepOutcome(
+            step=self.step,
+            plan_id=self.plan_id,
+            repeat=self.repeat,
+            rows=columns[0].astype(np.uint32),
+            generations=columns[1].astype(np.uint32),
+            token_ids=columns[2].astype(np.uint32),
+            events=columns[3].astype(np.uint8),
+            logprobs=logprobs,
+            faults=faults,
+            num_prefill_tokens=work.num_prefill_tokens,
+            num_decode_tokens=len(work.decode_rows),
+            wait_us=self.wait_us,
+            step_us=(time.perf_counter_ns() - self.launched_ns) // 1000,
+        )
+
+
+def _logprobs(draw: Draw, events: npt.NDArray[np.int64]) -> tuple[EntryLogprobs, ...]:
+    """Of the entries that drew a token, by their place among these."""
+    if draw.logprobs is None:
+        return ()
+    place = np.cumsum(events != NOTHING_DRAWN) - 1
+    entries = [int(place[entry]) for entry in draw.logprob_entries]
+    has_value = [
+        events[entry] not in (NOTHING_DRAWN, RowEvent.ERROR) for entry in draw.logprob_entries
+    ]
+    found = to_entries(draw.logprobs, entries, draw.logprob_counts)
+    return tuple(item for item, is_kept in zip(found, has_value, strict=True) if is_kept)
+
+
+def _device_faults(columns: I64) -> list[RowFault]:
+    bad = columns[:, columns[3] == RowEvent.ERROR]
+    return [
+        RowFault(row, generation, "non-finite logits") for row, generation in bad[:2].T.tolist()
+    ]
+
+
+def _fault_columns(faults: tuple[RowFault, ...]) -> I64:
+    """Each failed row's last event is ERROR."""
+    entries = [(fault.row, fault.generation, 0, int(RowEvent.ERROR)) for fault in faults]
+    return np.array(entries, np.int64).reshape(-1, 4).T

@@ -1,0 +1,132 @@
+"""A scheduler's order for one step, and what came of it, as plain data.
+
+The rules are those at the top of `worker.proto`; `wire` translates. Must not know: protobuf,
+tensors.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a row draws; see `SamplingParams` in common.proto."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature <= 0
+
+    @property
+    def has_filter(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdd:
+    """A sequence takes a row."""
+
+    row: int
+    generation: int
+    sampling: Sampling
+    sequence_index: int
+    block_ids: I64
+    num_computed_tokens: int
+    max_total_tokens: int
+    min_total_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + len(token_ids)) of a row, to compute in the plan's step."""
+
+    row: int
+    start: int
+    token_ids: I64
+    is_last: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+def _no_updates() -> I64:
+    return np.empty((0, 3), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's changes and chunks; the decode rows are implied."""
+
+    plan_id: int
+    decode_until: int = 0
+    removed_rows: tuple[int, ...] = ()
+    added_rows: tuple[RowAdd, ...] = ()
+    block_updates: I64 = field(default_factory=_no_updates)  # [n, 3]: row, table index, block
+    chunks: tuple[Chunk, ...] = ()
+    sealed: tuple[tuple[int, bytes], ...] = ()  # (block id, hash)
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+class RowEvent(IntEnum):
+    """What a drawn token did to its row; values of `RowEvent` in worker.proto."""
+
+    ALIVE = 0
+    STOP = 1
+    LENGTH = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """The worker failed a row. `generation` is 0 if nobody holds it."""
+
+    row: int
+    generation: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLogprobs:
+    """Log-probabilities of one drawn token (entry of the result's columns), raw logits."""
+
+    entry: int
+    logprob: float
+    rank: int
+    top_token_ids: U32
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step drew, in columns with one entry a token."""
+
+    step: int
+    plan_id: int
+    repeat: int
+    rows: U32
+    generations: U32
+    token_ids: U32
+    events: npt.NDArray[np.uint8]
+    logprobs: tuple[EntryLogprobs, ...]
+    faults: tuple[RowFault, ...]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    wait_us: int
+    step_us: int

@@ -1,0 +1,139 @@
+"""The row tensors: what the device must know of every row to run a step by itself.
+
+The token that a step draws is written here and read by the next step, so it never waits for
+the host. Must not know: plans' checks (`row_book`), gRPC. Entry point: `RowTensors`.
+
+R rows, M block-table columns, E entries (drawn tokens) of a step, W stop ids a row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo_worker.plan import I64, RowAdd, RowEvent, Sampling
+from octavo_worker.sampling import SamplingTensors
+
+# Event of a row that was dead on the device before the step.
+NOTHING_DRAWN = -1
+_NO_TOKEN = -1
+_LEAST_STOP_IDS = 4
+
+
+class RowTensors:
+    """One entry a row in every tensor; all on `device`."""
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.device = device
+        self.block_table = self._zeros((num_rows, max_blocks), torch.int32)
+        self.last_token = self._zeros((num_rows,))
+        # Known tokens; those of a decoding row are all computed but the last.
+        self.num_tokens = self._zeros((num_rows,))
+        self.is_live = self._zeros((num_rows,), torch.bool)
+        self.temperature = self._zeros((num_rows,), torch.float32)
+        self.top_p = self._zeros((num_rows,), torch.float32)
+        self.top_k = self._zeros((num_rows,), torch.int32)
+        self.min_p = self._zeros((num_rows,), torch.float32)
+        self.seed = self._zeros((num_rows,))
+        self.sequence_index = self._zeros((num_rows,), torch.int32)
+        self.max_total_tokens = self._zeros((num_rows,))
+        self.min_total_tokens = self._zeros((num_rows,))
+        self.stop_token_ids = self._zeros((num_rows, _LEAST_STOP_IDS)).fill_(_NO_TOKEN)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def clear(self) -> None:
+        """Every row dead."""
+        self.is_live.zero_()
+
+    def upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        """A host array on the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+    def remove(self, rows: Sequence[int]) -> None:
+        self.is_live[self.upload(np.array(rows, np.int64))] = False
+
+    def add(self, adds: Sequence[RowAdd]) -> None:
+        """Rows get new holders; they live once their last chunk has drawn a token."""
+        rows = self.upload(np.array([add.row for add in adds], np.int64))
+        floats = [[a.sampling.temperature, a.sampling.top_p, a.sampling.min_p] for a in adds]
+        columns = self.upload(np.array(floats, np.float32).T)
+        self.temperature[rows], self.top_p[rows], self.min_p[rows] = columns
+        integers = [[min(a.sampling.top_k, 2**31 - 1), a.sequence_index & 0x7FFFFFFF] for a in adds]
+        columns = self.upload(np.array(integers, np.int32).T)
+        self.top_k[rows], self.sequence_index[rows] = columns
+        totals = [[a.max_total_tokens, a.min_total_tokens] for a in adds]
+        columns = self.upload(np.array(totals, np.int64).T)
+        self.max_total_tokens[rows], self.min_total_tokens[rows] = columns
+        seeds = np.array([add.sampling.seed for add in adds], np.uint64)
+        self.seed[rows] = self.upload(seeds.view(np.int64))
+        self.is_live[rows] = False
+        self._set_stop_ids(rows, [add.sampling for add in adds])
+        self._set_tables(rows, adds)
+
+    def _set_stop_ids(self, rows: torch.Tensor, samplings: Sequence[Sampling]) -> None:
+        widest = max(len(sampling.stop_token_ids) for sampling in samplings)
+        while widest > self.stop_token_ids.shape[1]:
+            padding = torch.full_like(self.stop_token_ids, _NO_TOKEN)
+            self.stop_token_ids = torch.cat([self.stop_token_ids, padding], dim=1)
+        ids = np.full((len(samplings), self.stop_token_ids.shape[1]), _NO_TOKEN, np.int64)
+        for index, sampling in enumerate(samplings):
+            ids[index, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        self.stop_token_ids[rows] = self.upload(ids)
+
+    def _set_tables(self, rows: torch.Tensor, adds: Sequence[RowAdd]) -> None:
+        width = max(len(add.block_ids) for add in adds)
+        table = np.zeros((len(adds), width), np.int32)
+        for index, add in enumerate(adds):
+            table[index, : len(add.block_ids)] = add.block_ids
+        self.block_table[rows, :width] = self.upload(table)
+
+    def update_blocks(self, updates: I64) -> None:
+        """`updates` [n, 3]: row, table index, block id."""
+        rows, indices, block_ids = self.upload(updates.T)
+        self.block_table[rows, indices] = block_ids.to(torch.int32)
+
+    def sampling_tensors(
+        self, rows: torch.Tensor, positions: torch.Tensor, samplings: Sequence[Sampling]
+    ) -> SamplingTensors:
+        """Parameters of `rows` (int64 [E]) that draw the tokens at `positions` (int64 [E])."""
+        return SamplingTensors(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            position=positions,
+            sequence_index=self.sequence_index[rows],
+            all_greedy=all(sampling.is_greedy for sampling in samplings),
+            any_filter=any(sampling.has_filter for sampling in samplings),
+        )
+
+    def advance(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        was_live: torch.Tensor,
+        is_finite: torch.Tensor,
+    ) -> torch.Tensor:
+        """Append `tokens` (int64 [E]), drawn at `positions`, to `rows`; events int64 [E].
+
+        Rows that were dead before the step (`was_live` bool [E]) stay so: NOTHING_DRAWN.
+        Ending ids count from min_total_tokens on; an ending id outranks the length, a bad
+        value (`is_finite` bool [E]) outranks both.
+        """
+        total = positions + 1
+        is_ending = (self.stop_token_ids[rows] == tokens[:, None]).any(dim=1)
+        is_stop = is_ending & (total >= self.min_total_tokens[rows])
+        events = torch.zeros_like(tokens)
+        events = events.masked_fill(total >= self.max_total_tokens[rows], RowEvent.LENGTH)
+        events = events.masked_fill(is_stop, RowEvent.STOP)
+        events = events.masked_fill(~is_finite, RowEvent.ERROR)
+        events = events.masked_fill(~was_live, NOTHING_DRAWN)
+        self.last_token[rows] = tokens
+        self.num_tokens[rows] = total
+        self.is_live[rows] = events == RowEvent.ALIVE
+        return events

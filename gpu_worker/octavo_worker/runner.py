@@ -1,0 +1,208 @@
+"""Runs steps: read this first.
+
+A step is: take in the plan's changes (`row_book` checks them, `rows` holds them on the
+device), build the inputs, run the model, draw tokens, write them back into the rows, and copy
+ids and events to the host. `submit` launches a step, `poll` reads the oldest one's outcome.
+On a CPU a step is over when `submit` returns; on a card it runs on while the next ones are
+launched, since nothing that a launch needs waits for a result.
+
+Must not know: gRPC, leaders, clients. Entry points: `Runner.submit`, `Runner.poll`.
+"""
+
+import time
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.backends.base import Backend
+from octavo_worker.logprobs import gather_logprobs
+from octavo_worker.pending_step import Draw, PendingStep
+from octavo_worker.plan import Plan, RowFault, StepOutcome
+from octavo_worker.row_book import RowBook, RowLimits, StepWork
+from octavo_worker.rows import RowTensors
+from octavo_worker.sealed_blocks import SealedBlocks
+from octavo_worker.step_inputs import build_step_inputs
+
+KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Model(Protocol):
+    """What the runner asks of a model; T tokens, E entries, V vocabulary."""
+
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches, backend: Backend) -> torch.Tensor:
+        """Hidden states [T, hidden size] after the final norm."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [E, V] of hidden [E, hidden size]."""
+        ...
+
+
+class Runner:
+    """One worker's steps, in order. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        kv_caches: KVCaches,
+        limits: RowLimits,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._kv_caches = kv_caches
+        self._device = device
+        self._limits = limits
+        self._book = RowBook(limits)
+        self._rows = RowTensors(limits.num_rows, limits.max_blocks_per_row, device)
+        self._pending: deque[PendingStep] = deque()
+        self._step = 0
+        self._plan_id = 0
+        self._repeat = 0
+        self._decode_until = 0
+        self.sealed = SealedBlocks(limits.num_blocks)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched and not yet read."""
+        return len(self._pending)
+
+    @property
+    def num_live_rows(self) -> int:
+        return self._book.num_live_rows
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether the last plan allows one more step, and any row would decode in it."""
+        return self._step < self._decode_until and self._book.can_decode
+
+    def reset(self) -> None:
+        """A new epoch: no rows, steps and plans count from 1. All steps must have been read."""
+        assert not self._pending
+        self._step = self._plan_id = self._repeat = self._decode_until = 0
+        self._book.clear()
+        self._rows.clear()
+
+    @torch.inference_mode()
+    def submit(self, plan: Plan | None, arrived_ns: int | None = None) -> None:
+        """Launch the step of `plan`, or (None) repeat the decode part of the last one.
+
+        `arrived_ns`: when the plan arrived, by `time.perf_counter_ns`.
+        """
+        launched_ns = time.perf_counter_ns()
+        self._step += 1
+        faults: tuple[RowFault, ...] = ()
+        if plan is None:
+            self._repeat += 1
+            work = self._book.compose(())
+        else:
+            work, faults = self._apply(plan)
+        self.sealed.drop(work.written_blocks)
+        draw = self._run(work) if work.num_tokens else None
+        self._pending.append(
+            PendingStep(
+                step=self._step,
+                plan_id=self._plan_id,
+                repeat=self._repeat,
+                work=work,
+                faults=faults,
+                draw=draw,
+                done=self._record_event(),
+                launched_ns=launched_ns,
+                wait_us=(launched_ns - arrived_ns) // 1000 if arrived_ns is not None else 0,
+            )
+        )
+
+    def poll(self, *, wait: bool = True) -> StepOutcome | None:
+        """The oldest launched step's outcome; None if there is none (yet, unless `wait`)."""
+        if not self._pending:
+            return None
+        done = self._pending[0].done
+        if done is not None:
+            if not wait and not done.query():
+                return None
+            done.synchronize()
+        step = self._pending.popleft()
+        outcome = step.outcome()
+        self._book.settle(outcome.rows, outcome.generations, outcome.events)
+        return outcome
+
+    # Launching ------------------------------------------------------------------------
+
+    def _apply(self, plan: Plan) -> tuple[StepWork, tuple[RowFault, ...]]:
+        """Take in a plan; its step's work and the rows that it failed."""
+        self._plan_id, self._repeat, self._decode_until = plan.plan_id, 0, plan.decode_until
+        for block_id, block_hash in plan.sealed:
+            self.sealed.seal(block_id, block_hash)
+        for row in plan.removed_rows:
+            self.sealed.touch(self._book.block_ids(row))
+        changes = self._book.apply(plan)
+        if changes.removed_rows:
+            self._rows.remove(changes.removed_rows)
+        if changes.added_rows:
+            self._rows.add(changes.added_rows)
+            for add in changes.added_rows:
+                self.sealed.touch(add.block_ids.tolist())
+        if len(changes.block_updates):
+            self._rows.update_blocks(changes.block_updates)
+        failed = [fault.row for fault in changes.faults if self._limits.has_row(fault.row)]
+        if failed:
+            self._rows.remove(failed)
+        return self._book.compose(changes.chunks), changes.faults
+
+    def _run(self, work: StepWork) -> Draw | None:
+        inputs = build_step_inputs(work, self._rows, self._limits.block_size)
+        hidden = self._model.forward(inputs, self._kv_caches, self._backend)
+        if len(work.entry_rows) == 0:
+            return None
+        return self._draw(work, inputs, hidden)
+
+    def _draw(self, work: StepWork, inputs: StepInputs, hidden: torch.Tensor) -> Draw:
+        """Draw a token for every entry and write it into its row."""
+        num_last = len(work.entry_rows) - len(work.decode_rows)
+        ends = np.array([chunk.end for chunk in work.chunks if chunk.is_last], np.int64)
+        rows = self._rows.upload(work.entry_rows)
+        positions = torch.cat([self._rows.upload(ends), inputs.decode_context_lens.long()])
+        # A row that has just computed its last chunk becomes live by this draw.
+        was_live = self._rows.is_live[rows]
+        was_live[:num_last] = True
+        logits = self._model.logits(self._entries(work, inputs, hidden))
+        is_finite = logits.sum(dim=-1).isfinite()
+        params = self._rows.sampling_tensors(rows, positions, work.samplings)
+        tokens = self._backend.sample(logits, params)
+        events = self._rows.advance(rows, positions, tokens, was_live, is_finite)
+        wanted = [i for i, s in enumerate(work.samplings) if s.logprobs is not None]
+        counts = [work.samplings[i].logprobs or 0 for i in wanted]
+        logprobs = None
+        if wanted:
+            index = self._rows.upload(np.array(wanted, np.int64))
+            logprobs = gather_logprobs(logits[index], tokens[index], max(counts))
+        packed = torch.stack([tokens, events])
+        return Draw(self._to_host(packed), wanted, counts, logprobs)
+
+    def _entries(self, work: StepWork, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states [E, hidden size] that tokens are drawn from."""
+        if not work.chunks:
+            return hidden
+        ends = np.cumsum([len(chunk.token_ids) for chunk in work.chunks])
+        last = [end - 1 for end, chunk in zip(ends, work.chunks, strict=True) if chunk.is_last]
+        decodes = np.arange(inputs.num_prefill_tokens, work.num_tokens)
+        index = np.concatenate([np.array(last, np.int64), decodes])
+        return hidden[self._rows.upload(index)]
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return tensor
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if self._device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
