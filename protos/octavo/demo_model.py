@@ -98,6 +98,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         "pretrained_model_name_or_path": str(gguf.parent),
         "gguf_file": gguf.name,
     }
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     _say("reading the weights")
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     _say("reading the tokenizer")

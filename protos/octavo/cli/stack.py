@@ -22,6 +22,7 @@ from octavo.cli.console import Console
 from octavo.cli.devices import worker_environments, workers_per_device
 from octavo.cli.ports import check_port_is_free, free_ports
 from octavo.embedded_valkey import EmbeddedValkey
+from octavo.errors import ConfigurationError
 from octavo.hub import cache_folder, model_name_of
 from octavo.settings import RouterSettings, SchedulerSettings, WorkerSettings, to_flags
 
@@ -120,10 +121,15 @@ class Stack:
             shutil.rmtree(self._run_folder, ignore_errors=True)
 
     async def _start_valkey(self) -> str:
-        self._valkey = valkey = EmbeddedValkey()
-        url = await asyncio.to_thread(valkey.start)
-        self._console.log("valkey", "ready")
-        return url
+        """The URL of an embedded Valkey; "" where there is none (addresses are static)."""
+        try:
+            self._valkey = valkey = EmbeddedValkey()
+        except ConfigurationError as error:
+            self._console.say(f"going on without Redis: {error.message}")
+            return ""
+        await asyncio.to_thread(valkey.start)
+        self._console.log("valkey", f"ready: valkey on {valkey.url}")
+        return valkey.url
 
     def _make_children(self, redis_url: str) -> None:
         options = self._options
