@@ -178,10 +178,13 @@ def tokenize_request(
 ) -> inference_pb2.InferenceTokenizeRequest:
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("give exactly one of prompt and messages")
-    request = inference_pb2.InferenceTokenizeRequest(model=model)
-    if messages is None:
-        request.add_special_tokens = add_special_tokens
-    _set_text_or_chat(request, prompt, messages)
+    try:
+        request = inference_pb2.InferenceTokenizeRequest(model=model)
+        if messages is None:
+            request.add_special_tokens = add_special_tokens
+        _set_text_or_chat(request, prompt, messages)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"not a valid request: {error}") from None
     return request
 
 
