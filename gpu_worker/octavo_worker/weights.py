@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from octavo.errors import ConfigurationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from octavo.errors import ConfigurationError
 from octavo_worker.models.config import read_json
 
 _LOG = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigurationError(f"{index}: has no weight_map")
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or not file_name or Path(file_name).name != file_name:
+        is_plain = isinstance(file_name, str) and Path(file_name).name == file_name
+        if not is_plain or file_name in ("", ".."):
             raise ConfigurationError(f"{index}: {name} is in {file_name!r}, which is no file name")
     return weight_map
 

@@ -139,7 +139,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_model_len=_max_model_len(fields, rope, window, max_model_len),
-            rms_norm_eps=float(fields["rms_norm_eps"]),
+            rms_norm_eps=_positive(fields, "rms_norm_eps"),
             rope=rope,
             rope_layers=family.rope_layers(fields),
             qkv_bias=_flag(fields, "attention_bias", family.qkv_bias),
@@ -150,7 +150,7 @@ class ModelConfig:
             window=window,
             scale=head_dim**-0.5,
             eos_token_ids=_eos_token_ids(folder, fields),
-            initializer_range=float(fields["initializer_range"]),
+            initializer_range=_positive(fields, "initializer_range"),
             dtype=dtype,
         )
 
@@ -170,6 +170,13 @@ def _count(fields: Fields, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"config.json: {name}={value!r} must be a whole number >= 1")
     return value
+
+
+def _positive(fields: Fields, name: str) -> float:
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigurationError(f"config.json: {name}={value!r} must be a number > 0")
+    return float(value)
 
 
 def _flag(fields: Fields, name: str, fixed: bool | None = None) -> bool:

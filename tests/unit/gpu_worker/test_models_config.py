@@ -1,0 +1,265 @@
+"""config.json in all its spellings; every mistake in it names file and field."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import ConfigurationError
+from octavo_worker.models import FAMILIES, ModelConfig
+from octavo_worker.models.config import choose_dtype, read_fields, stored_dtype
+from tests.tiny_models import TINY_FAMILIES, tiny_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+
+
+def write(folder: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def read(folder: Path, fields: dict[str, Any], **options: Any) -> ModelConfig:
+    return ModelConfig.from_folder(write(folder, fields), **options)
+
+
+def test_fields_of_a_plain_file(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 6, 2)
+    assert (config.head_dim, config.q_size, config.kv_size) == (16, 96, 32)
+    assert config.scale == 0.25
+    assert (config.max_model_len, config.window) == (2048, None)
+    assert config.rope_layers == (True, True)
+    assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
+    assert config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("model_type", TINY_FAMILIES)
+def test_an_absent_key_means_what_transformers_takes_it_to_mean(
+    model_type: str, tmp_path: Path
+) -> None:
+    config_class, model_class = TINY_FAMILIES[model_type]
+    sizes = {"vocab_size": 384, "hidden_size": 4096, "intermediate_size": 160}
+    required = sizes | {"num_hidden_layers": 30, "num_attention_heads": 32}
+    named = {"architectures": [model_class.__name__], "model_type": model_type}
+    (tmp_path / "complete").mkdir()
+    config_class(**required, architectures=named["architectures"]).save_pretrained(
+        tmp_path / "complete"
+    )
+    complete = json.loads((tmp_path / "complete" / "config.json").read_text())
+    assert len(complete) > len(required) + 12  # all keys stand there
+    assert read(tmp_path, named | required) == ModelConfig.from_folder(tmp_path / "complete")
+    sliding = {"use_sliding_window": True, "sliding_window": 64}
+    assert read(tmp_path, named | required | sliding) == read(
+        tmp_path, {k: v for k, v in complete.items() if k != "layer_types"} | sliding
+    )
+
+
+@pytest.mark.parametrize("model_type", TINY_FAMILIES)
+def test_files_written_by_transformers(model_type: str, tmp_path: Path) -> None:
+    hf = tiny_config(model_type)
+    hf.architectures = [TINY_FAMILIES[model_type][1].__name__]
+    hf.save_pretrained(tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    assert config.architecture == hf.architectures[0]
+    assert config.num_layers == hf.num_hidden_layers
+    assert config.rope.theta == hf.rope_parameters["rope_theta"]
+    assert config.max_model_len == hf.max_position_embeddings
+    assert config.qk_norm == (model_type == "qwen3")
+    assert config.qkv_bias == (model_type == "qwen2")
+    assert config.rope_layers == tuple(
+        [True] * 3 + [False] if model_type == "smollm3" else [True] * 2
+    )
+
+
+def test_model_type_serves_where_no_architecture_is_named(tmp_path: Path) -> None:
+    fields = {k: v for k, v in QWEN2.items() if k != "architectures"}
+    assert read(tmp_path, fields).architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": None, "model_type": "mamba"}, "'mamba'"),
+    ],
+)
+def test_other_architectures_are_refused_with_the_list(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        read(tmp_path, LLAMA | change)
+    assert all(family.architecture in str(caught.value) for family in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"vocab_size": None}, "vocab_size=None"),
+        ({"hidden_size": "96"}, "hidden_size='96'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"intermediate_size": True}, "intermediate_size=True"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1"),
+        ({"num_key_value_heads": 4}, "num_attention_heads=6 is no multiple"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size=96 is no multiple"),
+        ({"head_dim": 15}, "head_dim=15"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": "yes"}, "attention_bias='yes'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None"),
+    ],
+)
+def test_mistakes_name_the_field(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        read(tmp_path, LLAMA | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (None, "no such file"),
+        ("", "no JSON"),
+        ("{", "no JSON"),
+        ("[]", "must hold an object"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "Git-LFS pointer"),
+    ],
+)
+def test_a_broken_file_is_named(text: str | None, named: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=rf"config\.json: .*{named}"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_too_few_layer_flags_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no_rope_layers has 1 entries for 2 layers"):
+        read(tmp_path, SMOLLM3 | {"no_rope_layers": [1]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        (MISTRAL | {"sliding_window": 128}, 128),
+        (MISTRAL | {"sliding_window": None}, None),
+        (MISTRAL, 4096),  # the default of an absent key, as in transformers
+        (LLAMA | {"sliding_window": 128}, None),  # transformers ignores it there
+        (QWEN2 | {"sliding_window": 128}, None),  # not used unless `use_sliding_window`
+        (QWEN2 | {"sliding_window": 128, "use_sliding_window": True}, None),  # from layer 28 on
+        (QWEN2 | {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, 9),
+        (
+            QWEN2
+            | {
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "full_attention"],
+            },
+            None,
+        ),
+    ],
+)
+def test_sliding_window_limits_the_length(
+    fields: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    fields = {"max_position_embeddings": 32_768, **fields}
+    config = read(tmp_path, fields)
+    assert config.window == window
+    assert config.max_model_len == (window or 32_768)
+
+
+def test_a_limiting_window_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = MISTRAL | {"sliding_window": 128}
+    with caplog.at_level(logging.WARNING):
+        read(tmp_path, fields)
+    assert "128 instead of 131072" in caplog.text
+    caplog.clear()
+    assert read(tmp_path, fields, max_model_len=100).max_model_len == 100
+    assert not caplog.records
+    with pytest.raises(ConfigurationError, match=r"OCTAVO_MAX_MODEL_LEN=129.*128.*window"):
+        read(tmp_path, fields, max_model_len=129)
+
+
+def test_requested_length_is_checked(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA, max_model_len=2048).max_model_len == 2048
+    with pytest.raises(ConfigurationError, match=r"OCTAVO_MAX_MODEL_LEN=2049.*at most 2048"):
+        read(tmp_path, LLAMA, max_model_len=2049)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        ({}, None, (2,)),
+        ({"eos_token_id": None}, None, ()),
+        ({"eos_token_id": 5}, None, (5,)),
+        ({"eos_token_id": [7, 5, 7]}, None, (7, 5)),
+        ({"eos_token_id": 5}, {"eos_token_id": [8, 9]}, (8, 9)),
+        ({"eos_token_id": 5}, {"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": 5}, {"temperature": 0.6}, (5,)),
+    ],
+)
+def test_ending_ids(
+    in_config: dict[str, Any],
+    in_generation: dict[str, Any] | None,
+    expected: tuple[int, ...],
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, LLAMA | in_config, in_generation)
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"torch_dtype": "torch.float32"}, torch.float32),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, torch.bfloat16),
+    ],
+)
+def test_stored_dtype(fields: dict[str, Any], expected: torch.dtype | None, tmp_path: Path) -> None:
+    assert stored_dtype(read_fields(write(tmp_path, LLAMA | fields))) == expected
+
+
+def test_unknown_stored_dtype_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="float8_e4m3fn"):
+        stored_dtype({"dtype": "float8_e4m3fn"})
+
+
+def test_auto_dtype_is_the_stored_one_on_a_card_and_float32_on_the_cpu() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert choose_dtype("auto", torch.float16, cuda) == torch.float16
+    assert choose_dtype("auto", None, cuda) == torch.bfloat16
+    assert choose_dtype("auto", torch.bfloat16, cpu) == torch.float32
+    assert choose_dtype("bfloat16", torch.float32, cpu) == torch.bfloat16
+    assert choose_dtype(torch.float32, torch.float16, cuda) == torch.float32
+    with pytest.raises(ConfigurationError, match="OCTAVO_DTYPE='int8'"):
+        choose_dtype("int8", None, cpu)
+
+
+def test_float16_for_bfloat16_weights_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        choose_dtype("float16", torch.float32, torch.device("cpu"))
+        assert not caplog.records
+        choose_dtype("float16", torch.bfloat16, torch.device("cuda"))
+    assert "float16 for bfloat16 weights" in caplog.text
