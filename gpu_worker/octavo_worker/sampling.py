@@ -12,6 +12,7 @@ S rows, V vocabulary.
 from dataclasses import dataclass
 
 import torch
+
 from octavo.philox import MAX_UNIFORM
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57

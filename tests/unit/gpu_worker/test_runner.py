@@ -1,5 +1,6 @@
 """The runner on a tiny model: whatever the plans, the tokens are those of a dense pass."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -101,7 +102,7 @@ def test_chunks_of_any_size_equal_the_whole_prompt(cuts: list[int], prompt: list
     bounds = [0, *sorted(cuts), 40]
     add = row_add(blocks=(7, 3, 9), max_total=44)
     outcomes = []
-    for plan_id, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False), 1):
+    for plan_id, (start, end) in enumerate(itertools.pairwise(bounds), 1):
         plan = Plan(
             plan_id,
             decode_until=1000 if end == 40 else 0,

@@ -1,0 +1,178 @@
+"""The worker's gRPC edge: Describe, Attach and Steps.
+
+Reads and writes messages on the event loop; everything slow is the engine thread's. Must not
+know: tensors. Entry point: `WorkerService`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from octavo import WIRE_VERSION
+from octavo.errors import FailedPreconditionError, OctavoError, UnavailableError
+from octavo.serving import abort
+from octavo.v1 import worker_pb2, worker_pb2_grpc
+from octavo_worker import wire
+from octavo_worker.engine import Engine
+from octavo_worker.leadership import Leadership, Seat
+from octavo_worker.spec import Capacity, Phase, Spec
+from octavo_worker.step_stream import END_OF_STREAM, StepStream
+
+_logger = logging.getLogger(__name__)
+_HELLO_TIMEOUT_S = 5.0
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What there is to lead once the model is loaded."""
+
+    spec: Spec
+    capacity: Capacity
+    engine: Engine
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """One per process, on one event loop. `on_leader_change` is called after each change."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        leadership: Leadership,
+        on_leader_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.phase = Phase.LOADING
+        self._leadership = leadership
+        self._on_leader_change = on_leader_change
+        self._served: ServedModel | None = None
+        # Set when the epoch is over; each epoch has its own.
+        self._superseded = asyncio.Event()
+
+    def run(self, served: ServedModel) -> None:
+        """The model is loaded: leaders may attach."""
+        self._served = served
+        self.phase = Phase.RUNNING
+
+    def drain(self) -> None:
+        """No one may attach any more; the leader is told by the next progress message."""
+        self.phase = Phase.DRAINING
+
+    @property
+    def is_drained(self) -> bool:
+        """Nobody leads, or the leader has nothing left here."""
+        is_led = self._leadership.seat is Seat.LIVE
+        return self._served is None or not is_led or self._served.engine.is_idle
+
+    async def Describe(  # noqa: N802
+        self,
+        request: worker_pb2.WorkerDescribeRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> worker_pb2.WorkerDescribeResponse:
+        leadership, served = self._leadership, self._served
+        return worker_pb2.WorkerDescribeResponse(
+            wire_version=WIRE_VERSION,
+            worker_id=self.worker_id,
+            boot_id=leadership.boot_id,
+            phase=int(self.phase),  # type: ignore[arg-type]
+            model=wire.spec_to_proto(served.spec) if served else None,
+            capacity=wire.capacity_to_proto(served.capacity) if served else None,
+            epoch=leadership.epoch,
+            leader_id=leadership.leader_id,
+        )
+
+    async def Attach(  # noqa: N802
+        self, request: worker_pb2.WorkerAttachRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.WorkerAttachResponse]:
+        try:
+            served = self._check_attach(request)
+            epoch = self._take_seat(request, served.engine)
+        except OctavoError as error:
+            await abort(context, error)
+        inventory = await asyncio.wrap_future(served.engine.reset())
+        self._leadership.hear(epoch, time.monotonic())
+        attached = worker_pb2.WorkerAttached(
+            boot_id=self._leadership.boot_id,
+            epoch=epoch,
+            model=wire.spec_to_proto(served.spec),
+            capacity=wire.capacity_to_proto(served.capacity),
+            worker_id=self.worker_id,
+        )
+        yield worker_pb2.WorkerAttachResponse(attached=attached)
+        for message in wire.inventory_to_proto(inventory):
+            yield message
+
+    def _check_attach(self, request: worker_pb2.WorkerAttachRequest) -> ServedModel:
+        _check_wire_version(request.wire_version)
+        if self._served is None or self.phase is not Phase.RUNNING:
+            raise UnavailableError(f"worker {self.worker_id!r} is {self.phase.name.lower()}")
+        if request.HasField("required_model"):
+            self._served.spec.require(wire.spec_from_proto(request.required_model))
+        return self._served
+
+    def _take_seat(self, request: worker_pb2.WorkerAttachRequest, engine: Engine) -> int:
+        is_silent = self._leadership.seat is Seat.LIVE
+        epoch = self._leadership.attach(
+            request.scheduler_id, request.expected_epoch, time.monotonic()
+        )
+        if is_silent:
+            engine.detach(drop_plans=True)
+        self._superseded.set()
+        self._superseded = asyncio.Event()
+        _logger.info("led by %s in epoch %d", request.scheduler_id, epoch)
+        self._on_leader_change()
+        return epoch
+
+    async def Steps(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[worker_pb2.WorkerStepsRequest],  # noqa: ARG002
+        context: _Context,
+    ) -> None:
+        try:
+            hello = await _read_hello(context)
+            await self._serve_leader(hello, context)
+        except OctavoError as error:
+            await abort(context, error)
+
+    async def _serve_leader(self, hello: worker_pb2.StepsHello, context: _Context) -> None:
+        _check_wire_version(hello.wire_version)
+        self._leadership.open_stream(hello.boot_id, hello.epoch, time.monotonic())
+        assert self._served is not None  # an epoch began, so a model is served
+        stream = StepStream(
+            context,
+            hello.epoch,
+            self._leadership,
+            self._served.engine,
+            lambda: self.phase,
+            self._superseded,
+        )
+        self._on_leader_change()
+        try:
+            await stream.serve()
+        finally:
+            self._leadership.close_stream(hello.epoch)
+            _logger.info("the leader's stream of epoch %d is over", hello.epoch)
+            self._on_leader_change()
+
+
+async def _read_hello(context: _Context) -> worker_pb2.StepsHello:
+    try:
+        message = await asyncio.wait_for(context.read(), _HELLO_TIMEOUT_S)
+    except TimeoutError:
+        raise FailedPreconditionError(f"no hello within {_HELLO_TIMEOUT_S:g} s") from None
+    if message is END_OF_STREAM or message.WhichOneof("message") != "hello":
+        raise FailedPreconditionError("a Steps stream begins with a hello")
+    return message.hello
+
+
+def _check_wire_version(version: int) -> None:
+    if abs(version - WIRE_VERSION) > 1:
+        raise FailedPreconditionError(
+            f"wire version {version} is too far from this worker's {WIRE_VERSION}"
+        )

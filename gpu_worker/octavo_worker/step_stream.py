@@ -1,0 +1,115 @@
+"""One leader's Steps stream: plans in; results and progress out.
+
+Lives from the accepted hello until the leader releases the worker, breaks off, breaks a rule,
+or is superseded. Must not know: who may lead (`leadership`), tensors. Entry point:
+`StepStream.serve`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc.aio
+
+from octavo import WIRE_VERSION
+from octavo.errors import FailedPreconditionError
+from octavo.v1 import worker_pb2
+from octavo_worker import wire
+from octavo_worker.engine import Engine
+from octavo_worker.leadership import Leadership
+from octavo_worker.outbox import Outbox
+from octavo_worker.plan import StepOutcome
+from octavo_worker.spec import Phase
+
+# grpc.aio's marker, which its type stubs leave out.
+END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+# The contract asks for progress once a second.
+_PROGRESS_S = 0.5
+
+
+class StepStream:
+    """Serves `epoch`'s leader on `context`. `phase` is asked for every progress message."""
+
+    def __init__(
+        self,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+        epoch: int,
+        leadership: Leadership,
+        engine: Engine,
+        phase: Callable[[], Phase],
+        superseded: asyncio.Event,
+    ) -> None:
+        self._context = context
+        self._epoch = epoch
+        self._leadership = leadership
+        self._engine = engine
+        self._phase = phase
+        self._superseded = superseded
+        self._outbox: Outbox[StepOutcome | worker_pb2.StepsProgress] = Outbox()
+        self._is_released = False
+
+    async def serve(self) -> None:
+        """Until the stream is over. FailedPreconditionError: the leader broke a rule."""
+        welcome = worker_pb2.StepsWelcome(wire_version=WIRE_VERSION)
+        self._engine.attach(self._outbox.put)
+        try:
+            await self._context.write(worker_pb2.WorkerStepsResponse(welcome=welcome))
+            await _first_of(self._read(), self._write(), self._tell_progress(), self._watch())
+        finally:
+            if not self._superseded.is_set():
+                self._engine.detach(drop_plans=not self._is_released)
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._context.read()
+            if message is END_OF_STREAM:
+                return
+            self._leadership.hear(self._epoch, time.monotonic())
+            kind = message.WhichOneof("message")
+            if kind == "plan":
+                self._engine.submit(wire.plan_from_proto(message.plan))
+            elif kind == "release":
+                self._is_released = True
+                return
+            elif kind != "ping":
+                raise FailedPreconditionError(f"unexpected message {kind!r} in a Steps stream")
+
+    async def _write(self) -> None:
+        while True:
+            outcomes: list[StepOutcome] = []
+            for item in await self._outbox.take():
+                if isinstance(item, StepOutcome):
+                    outcomes.append(item)
+                else:
+                    await self._context.write(worker_pb2.WorkerStepsResponse(progress=item))
+            if outcomes:
+                await self._context.write(wire.results_to_proto(outcomes))
+
+    async def _tell_progress(self) -> None:
+        while True:
+            progress = self._engine.progress()
+            message = worker_pb2.StepsProgress(
+                phase=int(self._phase()),  # type: ignore[arg-type]
+                step=progress.step,
+                num_queued_plans=progress.num_queued_plans,
+            )
+            self._outbox.put(message)
+            await asyncio.sleep(_PROGRESS_S)
+
+    async def _watch(self) -> None:
+        await self._superseded.wait()
+        raise FailedPreconditionError(f"epoch {self._epoch} is over: another scheduler attached")
+
+
+async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until one returns or raises; the others are cancelled, its error is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
