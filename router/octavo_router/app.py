@@ -1,0 +1,195 @@
+"""The HTTP door: routes, bodies to requests, errors to OpenAI's shape.
+
+The hot path leaves FastAPI early: a route answers with an `EventStream`, which writes its frames
+itself. FastAPI is here for routing and the API document. Must not know: schedulers, protos.
+Entry point: `create_app`.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
+
+import octavo
+from octavo.errors import (
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    OctavoError,
+)
+from octavo_router.edge import Edge, error_headers
+from octavo_router.http_body import read_object
+from octavo_router.http_generate import answer_chat, answer_completion
+from octavo_router.openai_schema import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Tokenized,
+    describe,
+    request_body,
+)
+from octavo_router.params import Fields, as_token_ids, refuse
+from octavo_router.requests import Prompt, TextPrompt, parse_messages
+from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
+from octavo_router.unsupported import refuse_unsupported
+
+MAX_TEXT_CHARS = 1 << 24
+MAX_DETOKENIZE_IDS = 1 << 20
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The whole HTTP application."""
+    app = FastAPI(title="Octavo", version=octavo.__version__, redoc_url=None)
+    _add_error_handlers(app)
+    _add_probe_routes(app, service)
+    _add_model_routes(app, service)
+    _add_text_routes(app, service)
+    _add_generation_routes(app, service)
+    describe(app)
+    return Edge(app, service.keys)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_octavo_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, OctavoError)
+        return error_response(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path[:200]
+        match error.status_code:
+            case 404:
+                return error_response(NotFoundError(f"no route {path!a}; see /docs"))
+            case 405:
+                answer = error_response(
+                    MethodNotAllowedError(f"{path!a} doesn't take {request.method}; see /docs")
+                )
+                answer.headers.update(error.headers or {})
+                return answer
+            case _:
+                return error_response(InvalidRequestError(str(error.detail)[:200]))
+
+    async def on_validation_error(_: Request, error: Exception) -> Response:
+        return error_response(InvalidRequestError(str(error)[:200]))
+
+    app.add_exception_handler(OctavoError, on_octavo_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+
+
+def error_response(error: OctavoError) -> Response:
+    return JSONResponse(error.openai_body(), error.kind.http_status, headers=error_headers(error))
+
+
+def _add_probe_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/livez", tags=["probes"])
+    async def livez() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    async def readyz() -> Response:
+        """A scheduler is connected and takes requests (200), or not (503)."""
+        is_ready = service.is_ready
+        body = {"status": "ok" if is_ready else "unavailable"}
+        return JSONResponse(body, 200 if is_ready else 503)
+
+    app.get("/readyz", tags=["probes"])(readyz)
+    app.get("/health", tags=["probes"])(readyz)
+
+    @app.get("/metrics", tags=["probes"])
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version", tags=["probes"])
+    async def version() -> dict[str, str]:
+        """The router's version."""
+        return {"version": octavo.__version__}
+
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> ModelCard:
+        model = service.sessions.model
+        return ModelCard(
+            id=name,
+            created=service.created_s,
+            max_model_len=None if model is None else model.max_model_len,
+        )
+
+    @app.get("/v1/models", tags=["models"])
+    async def list_models() -> ModelList:
+        """The served names."""
+        return ModelList(data=[card(name) for name in service.model_names])
+
+    @app.get("/v1/models/{model:path}", tags=["models"])
+    async def retrieve_model(model: str) -> ModelCard:
+        """One served name."""
+        return card(service.served_name(model))
+
+
+def _add_text_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", tags=["text"], openapi_extra=request_body("TokenizeRequest"))
+    async def tokenize(request: Request) -> Tokenized:
+        """Text or messages to ids, exactly as a generation would see them."""
+        body = await read_object(request, service.settings.max_body_bytes)
+        prompt, add_special_tokens = _text_to_tokenize(service, body)
+        token_ids = await service.pipeline.tokenize(prompt, add_special_tokens=add_special_tokens)
+        model = service.sessions.model
+        return Tokenized(
+            count=len(token_ids),
+            max_model_len=None if model is None else model.max_model_len,
+            tokens=token_ids.tolist(),
+        )
+
+    @app.post("/detokenize", tags=["text"], openapi_extra=request_body("DetokenizeRequest"))
+    async def detokenize(request: Request) -> Detokenized:
+        """Ids to text, special tokens included."""
+        body = await read_object(request, service.settings.max_body_bytes)
+        service.served_name(Fields(body).string("model", MAX_MODEL_NAME_CHARS))
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list):
+            refuse("tokens", "a list of token ids", tokens)
+        if len(tokens) > MAX_DETOKENIZE_IDS:
+            refuse("tokens", f"at most {MAX_DETOKENIZE_IDS} ids", f"{len(tokens)} ids")
+        token_ids = as_token_ids("tokens", tokens, service.vocab_size)
+        return Detokenized(prompt=await service.pipeline.detokenize(token_ids))
+
+
+def _text_to_tokenize(service: Service, body: dict[str, Any]) -> tuple[Prompt, bool]:
+    fields = Fields(body)
+    service.served_name(fields.string("model", MAX_MODEL_NAME_CHARS))
+    refuse_unsupported(body, served=frozenset({"add_special_tokens"}))
+    if (body.get("prompt") is None) == (body.get("messages") is None):
+        raise InvalidRequestError("send either prompt or messages", param="prompt")
+    if body.get("messages") is not None:
+        return parse_messages(body["messages"]), True
+    text = fields.string("prompt", MAX_TEXT_CHARS) or ""
+    return TextPrompt(text), fields.boolean("add_special_tokens") is not False
+
+
+def _add_generation_routes(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/v1/chat/completions",
+        tags=["generation"],
+        response_model=ChatCompletion,
+        openapi_extra=request_body("ChatRequest", has_stream=True),
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Continue a conversation."""
+        return await answer_chat(service, request)
+
+    @app.post(
+        "/v1/completions",
+        tags=["generation"],
+        response_model=Completion,
+        openapi_extra=request_body("CompletionRequest", has_stream=True),
+    )
+    async def completions(request: Request) -> Response:
+        """Continue a text, or each of a list."""
+        return await answer_completion(service, request)

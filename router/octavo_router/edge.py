@@ -1,0 +1,107 @@
+"""The outermost ASGI layer: CORS, API keys, request ids, and the last line of defence.
+
+A browser's preflight (OPTIONS) needs no key; every other path does, except those that probes
+and scrapers read. Whatever goes wrong below leaves as an OpenAI-shaped error with all of these
+headers. Must not know: endpoints. Entry point: `Edge`.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.errors import AuthenticationError, OctavoError
+from octavo_router.auth import KeyRing
+from octavo_router.requests import clean_request_id
+
+log = logging.getLogger(__name__)
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+_CORS = (
+    (b"access-control-allow-origin", b"*"),
+    (b"access-control-expose-headers", b"X-Request-Id, Retry-After"),
+)
+_PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-max-age", b"600"),
+    (b"vary", b"Access-Control-Request-Headers"),
+)
+_MAX_ALLOW_HEADERS = 1024
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def error_headers(error: OctavoError) -> dict[str, str]:
+    """Headers that an error's status calls for."""
+    headers: dict[str, str] = {}
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.retry_after_ms is not None:
+        headers["Retry-After"] = str(max(1, -(-error.retry_after_ms // 1000)))
+    return headers
+
+
+class Edge:
+    """Wraps the whole application."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers: Headers = scope["headers"]
+        given = _first(headers, b"x-request-id")
+        request_id = clean_request_id(given.decode("latin-1") if given is not None else None)
+        extra = [*_CORS, (b"x-request-id", request_id.encode())]
+        if scope["method"] == "OPTIONS":
+            await _send(send, 204, [*extra, *_PREFLIGHT, _allowed(headers)], b"")
+            return
+        is_started = False
+
+        async def send_extra(message: Message) -> None:
+            nonlocal is_started
+            if not is_started:
+                is_started = True
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                tenant = self._keys.authenticate([v for k, v in headers if k == b"authorization"])
+                scope["octavo.tenant"] = tenant
+            scope["octavo.request_id"] = request_id
+            await self._app(scope, receive, send_extra)
+        except OctavoError as error:
+            await _send_error(send_extra, error)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if not is_started:
+                await _send_error(send_extra, OctavoError("the router failed; see its log"))
+
+
+def _first(headers: Headers, name: bytes) -> bytes | None:
+    return next((value for key, value in headers if key == name), None)
+
+
+def _allowed(headers: Headers) -> tuple[bytes, bytes]:
+    """The headers that the browser asked for: none is dangerous here."""
+    asked = _first(headers, b"access-control-request-headers") or b"authorization, content-type"
+    if len(asked) > _MAX_ALLOW_HEADERS or not asked.isascii():
+        asked = b"authorization, content-type"
+    return b"access-control-allow-headers", asked
+
+
+async def _send_error(send: Send, error: OctavoError) -> None:
+    headers = [(k.lower().encode(), v.encode()) for k, v in error_headers(error).items()]
+    headers.append((b"content-type", b"application/json"))
+    body: Any = json.dumps(error.openai_body()).encode()
+    await _send(send, error.kind.http_status, headers, body)
+
+
+async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    if status != 204:
+        headers = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,234 @@
+"""The answer to a request while it is made: ids of all its sequences to text.
+
+Each choice has its own detokenizer, which also finds stop strings; what lies past a stop is cut
+from text, ids, logprobs and counts alike, and the scheduler is told. The ending id (EOS, a stop
+id) is counted and listed but never shown. Must not know: HTTP, protos, schedulers.
+Entry points: `Generation.news`, `Generation.wait_admitted`, `Generation.close`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from octavo.errors import CancelledError, DeadlineError, OctavoError
+from octavo_router.detokenizer import Detokenizer
+from octavo_router.flights import (
+    CancelReason,
+    Finish,
+    Flight,
+    SequenceState,
+    TokenLogprob,
+    Wakeup,
+)
+from octavo_router.outcomes import RequestRecord
+from octavo_router.stop_strings import StopStrings
+from octavo_router.tokenizer import Tokenizer
+
+_NEAR_S = 0.05
+
+
+class Delta(NamedTuple):
+    """What is new of one choice.
+
+    `choice`: its index. `logprobs`: one per id of `token_ids`, empty if not asked for.
+    `finish`: set once, last.
+    """
+
+    choice: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+    finish: Finish | None
+
+
+class Usage(NamedTuple):
+    """Token counts over all choices; the prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Choice:
+    """One choice: a sequence, its detokenizer and how far the client has it."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_ending_ids",
+        "_num_hidden",
+        "_num_read",
+        "_num_sent",
+        "index",
+        "sequence",
+    )
+
+    def __init__(self, index: int, sequence: SequenceState, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.sequence = sequence
+        self._detokenizer = detokenizer
+        self._ending_ids = frozenset(sequence.flight.order.sampling.stop_token_ids)
+        self._num_read = 0
+        self._num_sent = 0
+        # 1 once the ending id came: it may come before the finish that it causes.
+        self._num_hidden = 0
+
+    def advance(self) -> Delta:
+        """Turn the unread ids into text."""
+        sequence = self.sequence
+        token_ids = sequence.token_ids
+        new = token_ids[self._num_read :] if self._num_read else token_ids[:]
+        if new and new[-1] in self._ending_ids:
+            new.pop()
+            self._num_hidden = 1
+        self._num_read = len(token_ids)
+        text, num_tokens, matched = self._detokenizer.push(new)
+        if matched is None and sequence.finish is not None:
+            tail = self._detokenizer.finish()
+            text += tail.text
+            num_tokens, matched = tail.num_tokens, tail.matched_stop
+        if matched is not None:
+            sequence.flight.stop(sequence.index, num_tokens)
+        elif sequence.finish is not None:
+            num_tokens += self._num_hidden
+        start, self._num_sent = self._num_sent, num_tokens
+        return Delta(
+            self.index,
+            text,
+            sequence.token_ids[start:num_tokens],
+            sequence.logprobs[start:num_tokens],
+            sequence.finish,
+        )
+
+
+class Generation:
+    """All choices of a request, prompt-major: choice = prompt * n + sequence."""
+
+    def __init__(
+        self,
+        flights: Sequence[Flight],
+        wakeup: Wakeup,
+        dirty: list[SequenceState],
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        record: RequestRecord,
+        deadline: float | None,
+    ) -> None:
+        self.flights = flights
+        self._wakeup = wakeup
+        self._dirty = dirty
+        self._record = record
+        stops = StopStrings(stop)
+        sequences = [sequence for flight in flights for sequence in flight.sequences]
+        self._choices = {
+            sequence: Choice(index, sequence, Detokenizer(tokenizer, stop=stops if stop else ()))
+            for index, sequence in enumerate(sequences)
+        }
+        self._num_unfinished = len(sequences)
+        self._error: OctavoError | None = None
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+        self._deadline = deadline
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            self._timer = self._loop.call_at(deadline, self._expire)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice's finish was handed out."""
+        return self._num_unfinished == 0
+
+    def nudge(self) -> None:
+        """Make a waiting `news` return, with nothing if there is nothing."""
+        self._wakeup.set()
+
+    def cancel(self) -> None:
+        """The client left: stop the work, and let `news` raise."""
+        self._abort(CancelledError("the client left"), CancelReason.CLIENT)
+
+    def _expire(self) -> None:
+        self._abort(
+            DeadlineError("the request's deadline passed; raise it or ask for less"),
+            CancelReason.DEADLINE,
+        )
+
+    def _abort(self, error: OctavoError, reason: CancelReason) -> None:
+        if self._error is None and not self._is_closed:
+            self._error = error
+            self._record.fail(error)
+            self._abandon(reason)
+            self._wakeup.set()
+
+    def _abandon(self, reason: CancelReason) -> None:
+        for flight in self.flights:
+            flight.abandon(reason)
+
+    async def wait_admitted(self, timeout_s: float) -> None:
+        """Return when every prompt got a row, or after a while; raises if one was refused.
+
+        So a refusal becomes an HTTP status as long as headers can wait.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self._raise_if_lost()
+                    if all(flight.num_cached_tokens is not None for flight in self.flights):
+                        break
+                    await self._wakeup.wait()
+        except TimeoutError:
+            pass
+        self._wakeup.set()
+
+    async def news(self) -> list[Delta]:
+        """Wait, then what is new of each choice. Raises OctavoError when the request is lost."""
+        if not self._dirty:
+            await self._wakeup.wait()
+        self._raise_if_lost()
+        if not self._dirty:
+            return []
+        changed, num_tokens = self._dirty[:], 0
+        self._dirty.clear()
+        deltas: list[Delta] = []
+        for sequence in changed:
+            sequence.is_dirty = False
+            delta = self._choices[sequence].advance()
+            num_tokens += len(delta.token_ids)
+            if delta.finish is not None:
+                self._num_unfinished -= 1
+            deltas.append(delta)
+        self._record.tokens(num_tokens, len(changed))
+        if self.is_finished:
+            self._record.cached(self.usage().cached_tokens)
+            self._record.finish([s.finish for s in self._choices if s.finish is not None])
+        return deltas
+
+    def _raise_if_lost(self) -> None:
+        error = self._error or next((f.error for f in self.flights if f.error), None)
+        if error is not None:
+            self._record.fail(error)
+            self._abandon(CancelReason.CLIENT)
+            raise error
+
+    def usage(self) -> Usage:
+        """Counts so far; final once `is_finished`."""
+        return Usage(
+            sum(len(flight.order.token_ids) for flight in self.flights),
+            sum(len(sequence.token_ids) for sequence in self._choices),
+            sum(flight.num_cached_tokens or 0 for flight in self.flights),
+        )
+
+    def close(self) -> None:
+        """Nobody will ask again. What still runs is cancelled; safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.is_finished:
+            # A gRPC client that reached its deadline may be gone before the timer fires.
+            is_late = self._deadline is not None and self._deadline - self._loop.time() < _NEAR_S
+            self._abandon(CancelReason.DEADLINE if is_late else CancelReason.CLIENT)
+            self._record.end("deadline" if is_late else "cancelled")

@@ -1,0 +1,96 @@
+"""Request bodies: bounded, UTF-8, strict JSON, an object.
+
+Must not know: fields. Entry point: `read_object`.
+"""
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from octavo.errors import CancelledError, InvalidRequestError, RequestTooLargeError
+
+_JSON = "application/json"
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body.
+
+    NaN and Infinity, lone surrogates, another encoding, and nesting that exhausts the parser are
+    refused. Raises InvalidRequestError, RequestTooLargeError.
+    """
+    _check_headers(request, max_bytes)
+    return parse_object(await _read(request, max_bytes))
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    kind = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()
+    if kind != _JSON and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise InvalidRequestError(
+            f"Content-Type must be {_JSON}, got {kind[:80]!a}", param="Content-Type"
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise InvalidRequestError(
+            f"Content-Encoding {encoding[:80]!a} isn't supported: send the body as it is",
+            param="Content-Encoding",
+        )
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length) > max_bytes:
+        _too_large(length, max_bytes)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise CancelledError("the client left before its request was complete")
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            _too_large(f"more than {max_bytes}", max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(size: str, max_bytes: int) -> NoReturn:
+    raise RequestTooLargeError(f"the body has {size} bytes, the limit is {max_bytes}")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Strict JSON to a dict. Raises InvalidRequestError."""
+    if not data:
+        raise InvalidRequestError("the body is empty: send a JSON object")
+    try:
+        text = data.decode()
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:
+            # An escape may spell half of a surrogate pair, which no encoder takes later.
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"the body isn't UTF-8: byte {error.start} is 0x{data[error.start]:02x}"
+        ) from None
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "the body has a string with a lone surrogate (half of a \\ud83d\\ude00 pair)"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"the body isn't JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+    except ValueError as error:
+        # An integer of thousands of digits.
+        raise InvalidRequestError(f"the body isn't JSON: {str(error)[:100]}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequestError(f"the body isn't JSON: {name} is no JSON number")

@@ -1,0 +1,98 @@
+"""One terminal outcome per request received, and the times a client feels.
+
+Must not know: HTTP, protos, text. Entry point: `RequestRecord`.
+"""
+
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from octavo.errors import CancelledError, DeadlineError, InvalidRequestError, OctavoError
+from octavo.metrics import RouterMetrics
+from octavo_router.flights import Finish
+from octavo_router.requests import Endpoint
+
+_SERVER_ERROR = 500
+
+
+def outcome_of(error: BaseException) -> str:
+    """The outcome that an error stands for (octavo.metrics.OUTCOMES)."""
+    match error:
+        case CancelledError():
+            return "cancelled"
+        case DeadlineError():
+            return "deadline"
+        case InvalidRequestError():
+            return "rejected"
+        case OctavoError() if error.kind.http_status < _SERVER_ERROR or error.retry_after_ms:
+            return "rejected"
+        case OctavoError() | Exception():
+            return "error"
+        case _:
+            # The task was cancelled: its client is gone.
+            return "cancelled"
+
+
+class RequestRecord(AbstractContextManager["RequestRecord"]):
+    """Counts one request from its arrival to its only outcome.
+
+    As a context manager it ends the record when an exception passes; a request that goes on
+    past the block ends it itself, with `end`.
+    """
+
+    __slots__ = ("_endpoint", "_is_ended", "_last_at", "_metrics", "_num_tokens", "_started_at")
+
+    def __init__(self, metrics: RouterMetrics, endpoint: Endpoint) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._started_at = time.perf_counter()
+        self._last_at = 0.0
+        self._num_tokens = 0
+        self._is_ended = False
+        metrics.in_flight.inc()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None:
+            self.fail(exc)
+
+    def prompt(self, num_tokens: int, tokenize_s: float) -> None:
+        """The prompts were rendered and tokenized."""
+        self._metrics.prompt_tokens.inc(num_tokens)
+        self._metrics.tokenize_time.observe(tokenize_s)
+
+    def cached(self, num_tokens: int) -> None:
+        self._metrics.cached_tokens.inc(num_tokens)
+
+    def tokens(self, num_tokens: int, num_sequences: int) -> None:
+        """News of `num_sequences` sequences, `num_tokens` ids in all."""
+        now = time.perf_counter()
+        if self._num_tokens == 0:
+            self._metrics.time_to_first_token.observe(now - self._started_at)
+        elif num_tokens:
+            gap = now - self._last_at
+            self._metrics.inter_token.observe(gap * num_sequences / num_tokens)
+        self._num_tokens += num_tokens
+        self._last_at = now
+
+    def finish(self, finishes: list[Finish]) -> None:
+        """Every sequence ended well; one that ran into its length decides."""
+        self.end("length" if Finish.LENGTH in finishes else "stop")
+
+    def fail(self, error: BaseException) -> None:
+        self.end(outcome_of(error))
+
+    def end(self, outcome: str) -> None:
+        """The outcome; only the first call counts."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        metrics = self._metrics
+        metrics.in_flight.dec()
+        metrics.generation_tokens.inc(self._num_tokens)
+        metrics.request_latency.observe(time.perf_counter() - self._started_at)
+        metrics.requests.labels(self._endpoint.value, outcome).inc()

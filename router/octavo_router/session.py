@@ -1,0 +1,237 @@
+"""One Session stream to one scheduler: from its Welcome to its end, then never used again.
+
+Requests are multiplexed by handles that are never reused. The reader always reads: what it
+reads goes into flights, which never block. A writer task sends what was queued, and a ping
+after a second of silence. Must not know: text, HTTP, which cell is chosen.
+Entry points: `open_session`, `Session.run`.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc.aio
+
+from octavo import WIRE_VERSION
+from octavo.blocks import HASH_VERSION
+from octavo.errors import (
+    CancelledError,
+    DeadlineError,
+    FailedPreconditionError,
+    OctavoError,
+    OverloadedError,
+    UnavailableError,
+)
+from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from octavo_router.flights import CancelReason, Finish, Flight
+from octavo_router.served_model import ServedModel
+from octavo_router.session_wire import (
+    deliver_tokens,
+    to_cancel,
+    to_error,
+    to_served_model,
+    to_submit,
+)
+
+log = logging.getLogger(__name__)
+PING_S = 1.0
+_FINISHES = {
+    common_pb2.FINISH_REASON_STOP: Finish.STOP,
+    common_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
+}
+_Call = grpc.aio.StreamStreamCall[Any, Any]
+RefusalHandler = Callable[["Session", Flight, OctavoError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CellLoad:
+    """A cell's last reported load; fields as in common.proto's Load."""
+
+    backlog_tokens: int = 0
+    prefill_tokens_per_s: int = 0
+    is_draining: bool = False
+
+
+class Session:
+    """A live stream. Feed it with `submit` and `cancel`; `run` returns when it is lost."""
+
+    def __init__(
+        self,
+        call: _Call,
+        address: str,
+        scheduler_id: str,
+        model: ServedModel,
+        on_refused: RefusalHandler,
+    ) -> None:
+        self.address = address
+        self.scheduler_id = scheduler_id
+        self.model = model
+        self.load = CellLoad()
+        # Handle -> flight, until the terminal frame of the request (abandoned ones too).
+        self.flights: dict[int, Flight] = {}
+        self._call = call
+        self._on_refused = on_refused
+        self._next_handle = 1
+        self._outbox: deque[scheduler_pb2.SchedulerSessionRequest] = deque()
+        self._has_mail = asyncio.Event()
+        # Sequences of a handle without a terminal frame yet.
+        self._num_open: dict[int, int] = {}
+
+    def submit(self, flight: Flight) -> None:
+        """Send a flight on its way, from where it stands."""
+        flight.handle = self._next_handle
+        flight.carrier = self
+        flight.tried_cells.add(self.scheduler_id)
+        self._next_handle += 1
+        self.flights[flight.handle] = flight
+        self._num_open[flight.handle] = flight.num_unfinished
+        now = asyncio.get_running_loop().time()
+        submit = to_submit(flight, self.model, now)
+        self._post(scheduler_pb2.SchedulerSessionRequest(submit=submit))
+
+    def cancel(
+        self, flight: Flight, index: int | None, reason: CancelReason, num_kept: int
+    ) -> None:
+        """Ask the scheduler to end a sequence, or all of a flight's."""
+        if self.flights.get(flight.handle) is not flight:
+            return
+        cancel = to_cancel(flight.handle, index, reason, num_kept)
+        self._post(scheduler_pb2.SchedulerSessionRequest(cancel=cancel))
+
+    def _post(self, message: scheduler_pb2.SchedulerSessionRequest) -> None:
+        self._outbox.append(message)
+        self._has_mail.set()
+
+    async def run(self) -> str | None:
+        """Read until the stream ends; returns MOVED's successor ("" = choose), None without.
+
+        Raises grpc.RpcError when the stream broke.
+        """
+        writer = asyncio.create_task(self._write())
+        try:
+            while True:
+                frame = await self._call.read()
+                if not isinstance(frame, scheduler_pb2.SchedulerSessionResponse):
+                    return None  # end of the stream
+                moved = self._receive(frame)
+                if moved is not None:
+                    return moved
+        finally:
+            writer.cancel()
+            self._call.cancel()
+
+    async def _write(self) -> None:
+        """Send queued messages in order. A broken stream is the reader's to notice."""
+        ping = scheduler_pb2.SchedulerSessionRequest(ping=scheduler_pb2.SessionPing())
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(PING_S):
+                        await self._has_mail.wait()
+                except TimeoutError:
+                    self._outbox.append(ping)
+                self._has_mail.clear()
+                while self._outbox:
+                    await self._call.write(self._outbox.popleft())
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            log.debug("session to %s: write failed: %s", self.address, error)
+
+    def _receive(self, frame: scheduler_pb2.SchedulerSessionResponse) -> str | None:
+        """Take one frame in; the successor's address if it was the last one."""
+        for started in frame.started:
+            flight = self.flights.get(started.handle)
+            if flight is not None:
+                flight.start(started.num_cached_tokens)
+        if frame.HasField("tokens"):
+            deliver_tokens(frame.tokens, self.flights)
+        for finished in frame.finished:
+            self._finish(finished)
+        for rejected in frame.rejected:
+            flight = self._forget(rejected.handle)
+            if flight is not None and not flight.is_over:
+                self._on_refused(self, flight, to_error(rejected.error))
+        if frame.HasField("load"):
+            load = frame.load
+            self.load = CellLoad(load.backlog_tokens, load.prefill_tokens_per_s, load.draining)
+        return frame.moved.successor if frame.HasField("moved") else None
+
+    def _finish(self, finished: scheduler_pb2.Finished) -> None:
+        handle = finished.handle
+        flight = self.flights.get(handle)
+        if flight is None or finished.sequence_index >= len(flight.sequences):
+            return
+        self._num_open[handle] -= 1
+        if self._num_open[handle] <= 0:
+            self._forget(handle)
+        finish = _FINISHES.get(finished.reason)
+        if finish is not None:
+            flight.finish(finished.sequence_index, finish)
+        elif flight.sequences[finished.sequence_index].finish is None:
+            # A sibling's error ends the request: the client gets one answer or one error.
+            flight.fail(_error_of(finished))
+            if handle in self.flights:
+                self.cancel(flight, None, CancelReason.CLIENT, 0)
+
+    def _forget(self, handle: int) -> Flight | None:
+        self._num_open.pop(handle, None)
+        return self.flights.pop(handle, None)
+
+
+def _error_of(finished: scheduler_pb2.Finished) -> OctavoError:
+    match finished.reason:
+        case common_pb2.FINISH_REASON_DEADLINE:
+            return DeadlineError("the request's deadline passed")
+        case common_pb2.FINISH_REASON_CANCELLED:
+            return CancelledError("the request was cancelled")
+        case common_pb2.FINISH_REASON_ERROR if finished.HasField("error"):
+            return to_error(finished.error)
+        case _:
+            return OctavoError("the scheduler ended the request for an unknown reason")
+
+
+def may_try_elsewhere(error: OctavoError) -> bool:
+    """Refused for this cell's state, not for what the request is."""
+    return isinstance(error, OverloadedError | UnavailableError)
+
+
+async def open_session(
+    channel: grpc.aio.Channel, address: str, router_id: str, on_refused: RefusalHandler
+) -> Session:
+    """Shake hands with the scheduler at `address`.
+
+    Raises grpc.RpcError if it can't be reached, FailedPreconditionError if the versions of wire
+    or hash don't fit, UnavailableError if it closed the stream.
+    """
+    stub = scheduler_pb2_grpc.SchedulerStub(channel)
+    call: _Call = stub.Session()
+    hello = scheduler_pb2.SessionHello(wire_version=WIRE_VERSION, router_id=router_id)
+    try:
+        await call.write(scheduler_pb2.SchedulerSessionRequest(hello=hello))
+        first = await call.read()
+        if not isinstance(first, scheduler_pb2.SchedulerSessionResponse):
+            raise UnavailableError(f"scheduler {address} closed the session before its welcome")
+        welcome = first.welcome
+        _check_versions(address, welcome)
+        model = to_served_model(welcome.model)
+        described = await stub.Describe(scheduler_pb2.SchedulerDescribeRequest(), timeout=PING_S)
+        model = replace(model, max_request_tokens=described.max_request_tokens)
+    except BaseException:
+        call.cancel()
+        raise
+    return Session(call, address, welcome.scheduler_id, model, on_refused)
+
+
+def _check_versions(address: str, welcome: scheduler_pb2.SessionWelcome) -> None:
+    if abs(welcome.wire_version - WIRE_VERSION) > 1:
+        raise FailedPreconditionError(
+            f"scheduler {address} speaks wire version {welcome.wire_version}, this router "
+            f"{WIRE_VERSION}: neighbours may differ by one; upgrade the older one"
+        )
+    if welcome.model.hash_version != HASH_VERSION:
+        raise FailedPreconditionError(
+            f"scheduler {address} hashes blocks by version {welcome.model.hash_version}, this "
+            f"router by {HASH_VERSION}; upgrade the older one"
+        )

@@ -1,0 +1,128 @@
+"""The Session stream's messages to and from the router's own types.
+
+The only file of the router that knows scheduler.proto's fields besides `session`. Columns are
+little-endian and packed. Must not know: HTTP, text. Entry points: `to_submit`, `to_cancel`,
+`to_served_model`, `deliver_tokens`.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from octavo.errors import OctavoError, from_grpc_code
+from octavo.v1 import common_pb2, scheduler_pb2
+from octavo_router.flights import CancelReason, Flight, TokenLogprob
+from octavo_router.served_model import ServedModel
+
+_CANCEL_REASONS = {
+    CancelReason.CLIENT: scheduler_pb2.CANCEL_REASON_CLIENT,
+    CancelReason.STOP: scheduler_pb2.CANCEL_REASON_STOP,
+    CancelReason.DEADLINE: scheduler_pb2.CANCEL_REASON_DEADLINE,
+}
+MAX_DEADLINE_MS = 2**32 - 1
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def to_submit(flight: Flight, model: ServedModel, now: float) -> scheduler_pb2.Submit:
+    """The Submit of a flight; on a re-submit it names what was delivered.
+
+    Hashes are made again if this cell's blocks are named differently. `now`: loop's clock.
+    """
+    order = flight.order
+    hashes = order.hashes
+    if model.root_hash(order.hash_tenant) != hashes.root:
+        hashes = model.hash_prompt(order.token_ids, order.hash_tenant)
+    sampling = order.sampling
+    submit = scheduler_pb2.Submit(
+        handle=flight.handle,
+        request_id=order.request_id,
+        prompt_token_ids=order.token_ids.astype("<u4").tobytes(),
+        root_hash=hashes.root,
+        block_hashes=b"".join(hashes.blocks),
+        sampling=common_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=pack_ids(sampling.stop_token_ids),
+            min_tokens=0,
+        ),
+        num_sequences=order.num_sequences,
+        tenant=order.tenant,
+        resumes=[
+            scheduler_pb2.ResumeSequence(
+                sequence_index=sequence.index,
+                delivered_token_ids=pack_ids(sequence.token_ids),
+                finished=sequence.finish is not None,
+            )
+            for sequence in flight.sequences
+            if sequence.token_ids or sequence.finish is not None
+        ],
+    )
+    if sampling.logprobs is not None:
+        submit.sampling.logprobs = sampling.logprobs
+    if order.deadline is not None:
+        left_ms = int((order.deadline - now) * 1000)
+        submit.deadline_ms = min(max(left_ms, 1), MAX_DEADLINE_MS)
+    return submit
+
+
+def to_cancel(
+    handle: int, index: int | None, reason: CancelReason, num_kept: int
+) -> scheduler_pb2.Cancel:
+    cancel = scheduler_pb2.Cancel(
+        handle=handle, reason=_CANCEL_REASONS[reason], num_kept_tokens=num_kept
+    )
+    if index is not None:
+        cancel.sequence_index = index
+    return cancel
+
+
+def to_served_model(spec: common_pb2.ModelSpec, max_request_tokens: int = 0) -> ServedModel:
+    return ServedModel(
+        name=spec.name,
+        revision=spec.revision,
+        block_size=spec.block_size,
+        kv_scheme=spec.kv_scheme,
+        max_model_len=spec.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(spec.eos_token_ids),
+        max_request_tokens=max_request_tokens,
+    )
+
+
+def to_error(error: common_pb2.Error) -> OctavoError:
+    retry = error.retry_after_ms if error.HasField("retry_after_ms") else None
+    return from_grpc_code(error.code, error.message, param=error.param, retry_after_ms=retry)
+
+
+def deliver_tokens(batch: scheduler_pb2.TokenBatch, flights: Mapping[int, Flight]) -> None:
+    """Hand each entry's ids to its flight; unknown handles are skipped (they ended here)."""
+    count = len(batch.handles) // 8
+    handles = struct.unpack(f"<{count}Q", batch.handles)
+    indexes = struct.unpack(f"<{count}I", batch.sequence_indexes)
+    counts = struct.unpack(f"<{count}I", batch.counts)
+    token_ids = list(struct.unpack(f"<{len(batch.token_ids) // 4}I", batch.token_ids))
+    logprobs = {entry.token_index: entry.logprobs for entry in batch.logprobs}
+    start = 0
+    for handle, index, num_tokens in zip(handles, indexes, counts, strict=True):
+        end = start + num_tokens
+        flight = flights.get(handle)
+        if flight is not None and not flight.is_over and index < len(flight.sequences):
+            if flight.order.sampling.logprobs is not None:
+                flight.deliver_logprobs(
+                    index, [_to_logprob(logprobs[i]) for i in range(start, end)]
+                )
+            flight.deliver(index, token_ids[start:end])
+        start = end
+
+
+def _to_logprob(logprobs: common_pb2.TokenLogprobs) -> TokenLogprob:
+    count = len(logprobs.top_token_ids) // 4
+    ids = struct.unpack(f"<{count}I", logprobs.top_token_ids)
+    values = struct.unpack(f"<{count}f", logprobs.top_logprobs)
+    return TokenLogprob(logprobs.logprob, tuple(zip(ids, values, strict=True)))

@@ -1,0 +1,316 @@
+"""All schedulers this router talks to: one session each, and the way of a flight among them.
+
+Schedulers come from settings and from the registry; one that vanishes from the registry keeps
+its session while it lives. When a session is lost its flights are held while the same scheduler
+is re-dialled (`redial_ms`; refused = not waited for), then go to the lost cell's successor, or
+wait for any scheduler. Each such move counts against `max_moves`, unless the scheduler itself
+handed its work over (MOVED). Must not know: text, HTTP.
+Entry points: `Sessions.start`, `Sessions.submit`, `Sessions.wait_ready`.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from octavo.errors import OctavoError, UnavailableError
+from octavo.metrics import RouterMetrics
+from octavo.registry import Registry
+from octavo.serving import open_channel
+from octavo_router.cells import Cell, CellChoice, choose_cell, successor
+from octavo_router.flights import Flight
+from octavo_router.served_model import ServedModel
+from octavo_router.session import Session, may_try_elsewhere, open_session
+
+log = logging.getLogger(__name__)
+DISCOVERY_S = 1.0
+DIAL_TIMEOUT_S = 5.0
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+# A session that ended sooner counts as a failed dial.
+_STABLE_S = 1.0
+# How long a lost flight, or a new one while nobody is connected, waits for a scheduler.
+HOMELESS_S = 10.0
+_RETRY_AFTER_MS = 1000
+
+
+@dataclass(slots=True)
+class _Homeless:
+    """A flight without a session. `lost_cell` "" = it never had one."""
+
+    flight: Flight
+    lost_cell: str
+    give_up_at: float
+
+
+class Sessions:
+    """The router's links. `static`: addresses from the settings."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        static: Sequence[str],
+        registry: Registry,
+        redial_ms: int,
+        max_moves: int,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._router_id = router_id
+        self._static = tuple(static)
+        self._registry = registry
+        self._redial_s = redial_ms / 1000
+        self._max_moves = max_moves
+        self._metrics = metrics
+        self._ready: dict[str, Session] = {}
+        self._links: dict[str, asyncio.Task[None]] = {}
+        # By address: flights that wait for their own scheduler's re-dial.
+        self._held: dict[str, list[_Homeless]] = {}
+        self._homeless: list[_Homeless] = []
+        self._became_ready = asyncio.Event()
+        self._discovery: asyncio.Task[None] | None = None
+        self._last_model: ServedModel | None = None
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._discover()
+        self._discovery = asyncio.create_task(self._run_discovery())
+
+    async def close(self) -> None:
+        """Drop every session; flights still under way fail."""
+        tasks = [*self._links.values()]
+        if self._discovery is not None:
+            tasks.append(self._discovery)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        error = UnavailableError("the router is shutting down; try again")
+        for homeless in [*self._homeless, *(h for held in self._held.values() for h in held)]:
+            homeless.flight.fail(error)
+
+    @property
+    def is_ready(self) -> bool:
+        """At least one scheduler takes new requests."""
+        return any(not session.load.is_draining for session in self._ready.values())
+
+    @property
+    def model(self) -> ServedModel | None:
+        """What the schedulers serve; None until a first one was met."""
+        for session in self._ready.values():
+            return session.model
+        return self._last_model
+
+    async def wait_ready(self) -> ServedModel:
+        """The served model. While no scheduler is connected, waits as long as a re-dial takes.
+
+        Raises UnavailableError.
+        """
+        if not self._ready:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._redial_s):
+                    await self._became_ready.wait()
+        model = self.model
+        if not self._ready or model is None:
+            raise UnavailableError(
+                "no scheduler is connected; try again shortly", retry_after_ms=_RETRY_AFTER_MS
+            )
+        return model
+
+    def submit(self, flight: Flight) -> CellChoice:
+        """Send a new flight to the best cell. Raises UnavailableError if there is none."""
+        choice = self._choose(flight, [*self._ready.values()])
+        if choice is None:
+            raise UnavailableError(
+                "no scheduler takes new requests; try again shortly",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        self._session_of(choice.cell_id).submit(flight)
+        return choice
+
+    def _choose(self, flight: Flight, sessions: Sequence[Session]) -> CellChoice | None:
+        cells = [
+            Cell(
+                session.scheduler_id,
+                session.load.backlog_tokens,
+                session.load.prefill_tokens_per_s,
+                session.load.is_draining,
+            )
+            for session in sessions
+        ]
+        hashes = flight.order.hashes
+        return choose_cell(cells, hashes.blocks, hashes.block_size)
+
+    def _session_of(self, cell_id: str) -> Session:
+        return next(s for s in self._ready.values() if s.scheduler_id == cell_id)
+
+    def _refused(self, session: Session, flight: Flight, error: OctavoError) -> None:
+        """A cell rejected a flight: one more cell is tried if this one is only busy."""
+        flight.carrier = None
+        others = [s for s in self._ready.values() if s.scheduler_id not in flight.tried_cells]
+        is_first = len(flight.tried_cells) == 1
+        choice = self._choose(flight, others) if others and is_first else None
+        if choice is None or not may_try_elsewhere(error):
+            flight.fail(error)
+            return
+        log.info(
+            "request %s: refused by %s, tried elsewhere",
+            flight.order.request_id,
+            session.scheduler_id,
+        )
+        self._session_of(choice.cell_id).submit(flight)
+
+    # Discovery and links.
+
+    async def _run_discovery(self) -> None:
+        while True:
+            await asyncio.sleep(DISCOVERY_S)
+            self._discover()
+            self._expire_homeless()
+
+    def _discover(self) -> None:
+        """A link for each known address; links of vanished, unconnected ones end."""
+        known = {*self._static, *(record.address for record in self._registry.schedulers())}
+        for address in known:
+            self._link(address)
+        for address, task in list(self._links.items()):
+            if task.done() or (address not in known and not self._is_engaged(address)):
+                task.cancel()
+                del self._links[address]
+                self._release_held(address)
+
+    def _is_engaged(self, address: str) -> bool:
+        return address in self._ready or address in self._held
+
+    def _link(self, address: str) -> None:
+        if address not in self._links:
+            self._links[address] = asyncio.create_task(self._keep_linked(address))
+
+    async def _keep_linked(self, address: str) -> None:
+        """Dial, serve, dial again, for ever."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            timeout_s = self._redial_s if address in self._held else DIAL_TIMEOUT_S
+            try:
+                async with open_channel(address) as channel:
+                    async with asyncio.timeout(max(timeout_s, 0.01)):
+                        session = await open_session(
+                            channel, address, self._router_id, self._refused
+                        )
+                    started_at = loop.time()
+                    await self._serve(session)
+                    is_stable = loop.time() - started_at >= _STABLE_S
+                    failures = 0 if is_stable else failures + 1
+            except (grpc.RpcError, OctavoError, TimeoutError) as error:
+                if failures == 0:
+                    log.warning("scheduler %s: not connected: %s", address, _reason(error))
+                failures += 1
+                self._release_held(address)
+            except Exception:
+                log.exception("scheduler %s: the session failed", address)
+                failures += 1
+                self._release_held(address)
+            if address not in self._held and failures:
+                await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1])
+
+    async def _serve(self, session: Session) -> None:
+        """Run a session to its end, whatever ends it; then its flights are held."""
+        address = session.address
+        self._ready[address] = session
+        self._last_model = session.model
+        self._metrics.sessions.set(len(self._ready))
+        self._became_ready.set()
+        log.info("scheduler %s at %s: connected", session.scheduler_id, address)
+        held = self._held.pop(address, [])
+        self._place([*held, *self._homeless], preferred=session)
+        moved_to: str | None = None
+        try:
+            moved_to = await session.run()
+            log.info("scheduler %s: session closed", session.scheduler_id)
+        except grpc.RpcError as error:
+            log.warning("scheduler %s: session lost: %s", session.scheduler_id, _reason(error))
+        finally:
+            del self._ready[address]
+            if not self._ready:
+                self._became_ready.clear()
+            self._metrics.sessions.set(len(self._ready))
+            self._take_back(session, moved_to)
+
+    # Flights between sessions.
+
+    def _take_back(self, session: Session, moved_to: str | None) -> None:
+        """A session ended: what it carried is held, or on its way to the named successor."""
+        is_handover = moved_to is not None
+        give_up_at = asyncio.get_running_loop().time() + HOMELESS_S
+        orphans: list[_Homeless] = []
+        for flight in session.flights.values():
+            flight.carrier = None
+            if flight.is_over:
+                continue
+            if not is_handover:
+                flight.num_moves += 1
+            if flight.num_moves > self._max_moves:
+                flight.fail(
+                    UnavailableError(
+                        f"the request lost its scheduler {flight.num_moves} times "
+                        f"(limit {self._max_moves}); try again",
+                        retry_after_ms=_RETRY_AFTER_MS,
+                    )
+                )
+                continue
+            self._metrics.moves.inc()
+            orphans.append(_Homeless(flight, session.scheduler_id, give_up_at))
+        session.flights.clear()
+        if moved_to:
+            self._link(moved_to)
+        wait_for = session.address if moved_to is None else moved_to
+        if orphans and wait_for and wait_for not in self._ready:
+            self._held.setdefault(wait_for, []).extend(orphans)
+        else:
+            self._place([*orphans, *self._homeless], preferred=self._ready.get(moved_to or ""))
+
+    def _release_held(self, address: str) -> None:
+        """The re-dial failed: whoever waited for it goes elsewhere."""
+        held = self._held.pop(address, [])
+        if held:
+            self._place([*self._homeless, *held])
+
+    def _place(self, homeless: list[_Homeless], preferred: Session | None = None) -> None:
+        """Give each flight a session; those for whom there is none wait on."""
+        self._homeless = []
+        by_id = {session.scheduler_id: session for session in self._ready.values()}
+        for item in homeless:
+            if item.flight.is_over:
+                continue
+            session = preferred
+            if session is None:
+                session = by_id.get(successor(sorted(by_id), item.lost_cell) or "")
+            if session is None and by_id:
+                session = next(iter(by_id.values()))
+            if session is None:
+                self._homeless.append(item)
+                continue
+            log.info("request %s: moved to %s", item.flight.order.request_id, session.scheduler_id)
+            session.submit(item.flight)
+
+    def _expire_homeless(self) -> None:
+        now = asyncio.get_running_loop().time()
+        waiting = [item for item in self._homeless if not item.flight.is_over]
+        for item in waiting:
+            if item.give_up_at <= now:
+                item.flight.fail(
+                    UnavailableError(
+                        f"no scheduler took the request over within {HOMELESS_S:g} s; try again",
+                        retry_after_ms=_RETRY_AFTER_MS,
+                    )
+                )
+        self._homeless = [item for item in waiting if item.give_up_at > now]
+
+
+def _reason(error: BaseException) -> str:
+    """One line for the log."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,172 @@
+"""The router's process: builds everything, serves both doors, drains at the end.
+
+Must not know: how requests are answered. Entry point: `run_router`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
+from octavo.errors import ConfigurationError
+from octavo.hub import model_name_of, resolve_model
+from octavo.metrics import RouterMetrics
+from octavo.registry import open_registry
+from octavo.serving import GrpcServer, announce_ready, wait_for_signal
+from octavo.settings import RouterSettings
+from octavo.v1 import inference_pb2, inference_pb2_grpc
+from octavo_router.app import create_app
+from octavo_router.auth import KeyRing
+from octavo_router.generation_defaults import load_generation_defaults
+from octavo_router.grpc_api import InferenceServicer
+from octavo_router.pipeline import Pipeline
+from octavo_router.service import Service
+from octavo_router.sessions import Sessions
+from octavo_router.sse import MAX_STALL_S
+from octavo_router.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+_BACKLOG = 2048
+# After SIGTERM: time for load balancers to see that this router isn't ready any more.
+_UNREADY_S = 0.2
+
+
+async def run_router(settings: RouterSettings) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what runs within the grace."""
+    folder = resolve_model(settings.model, settings.revision, weights=False)
+    tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
+    registry = open_registry(settings.redis_url, settings.fleet)
+    collectors = CollectorRegistry()
+    metrics = RouterMetrics(collectors)
+    sessions = Sessions(
+        router_id=settings.router_id or f"router-{secrets.token_hex(6)}",
+        static=settings.schedulers,
+        registry=registry,
+        redial_ms=settings.redial_ms,
+        max_moves=settings.max_moves,
+        metrics=metrics,
+    )
+    with ThreadPoolExecutor(settings.tokenizer_threads, "tokenize") as executor:
+        service = Service(
+            settings=settings,
+            model_names=settings.served_model_name or (model_name_of(settings.model),),
+            defaults=load_generation_defaults(folder),
+            pipeline=Pipeline(
+                tokenizer=tokenizer,
+                sessions=sessions,
+                executor=executor,
+                share_prefixes=settings.share_prefixes,
+            ),
+            sessions=sessions,
+            keys=KeyRing.from_setting(settings.api_keys),
+            metrics=metrics,
+            registry=collectors,
+        )
+        await registry.start()
+        await sessions.start()
+        try:
+            await serve_doors(service)
+        finally:
+            await sessions.close()
+            await registry.close()
+
+
+async def serve_doors(service: Service) -> None:
+    """Listen on HTTP and gRPC, say so, and drain after the first signal."""
+    settings = service.settings
+    http_socket = bind(settings.host, settings.port)
+    http_port = http_socket.getsockname()[1]
+    http = HttpServer(create_app(service), settings.drain_grace_s)
+    grpc_server = GrpcServer()
+    inference_pb2_grpc.add_InferenceServicer_to_server(
+        InferenceServicer(service), grpc_server.server
+    )
+    grpc_port = await grpc_server.start(settings.host, settings.grpc_port, inference_pb2.DESCRIPTOR)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(http.serve([http_socket]))
+        follower = tasks.create_task(_follow_readiness(service, grpc_server))
+        await http.is_listening.wait()
+        log.info(
+            "ready: router http on %s:%d grpc on %s:%d",
+            settings.host,
+            http_port,
+            settings.host,
+            grpc_port,
+        )
+        announce_ready(port=http_port, grpc_port=grpc_port)
+        await wait_for_signal()
+        log.info("draining: new requests are refused, running ones finish")
+        service.is_draining = True
+        follower.cancel()
+        await grpc_server.set_serving(False)
+        await asyncio.sleep(_UNREADY_S)
+        http.should_exit = True
+        await grpc_server.stop(settings.drain_grace_s)
+
+
+async def _follow_readiness(service: Service, server: GrpcServer) -> None:
+    """gRPC's health service says what /readyz says."""
+    was_ready = False
+    while True:
+        if service.is_ready != was_ready:
+            was_ready = service.is_ready
+            await server.set_serving(was_ready)
+        await asyncio.sleep(0.5)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers and access log."""
+
+    def __init__(self, app: ASGIApp, grace_s: float) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(grace_s)),
+        )
+        super().__init__(config)
+        self.is_listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """The entry point handles signals."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_listening.set()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; connections inherit its options. Raises ConfigurationError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # The kernel drops a client that doesn't read for this long.
+        stall_ms = int(MAX_STALL_S * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"OCTAVO_HOST={host}, OCTAVO_PORT={port}: can't listen there: {error.strerror}",
+            param="port",
+        ) from error
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
