@@ -14,7 +14,9 @@ _NAME_WIDTH = 10
 class Console:
     """Prints whole lines to stderr; stdout stays free for what scripts read."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        """`is_quiet`: warnings and errors only."""
+        self._is_quiet = is_quiet
         # soft_wrap: a log line stays one line, however narrow the terminal.
         self._out = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
         self._colours: dict[str, str] = {}
@@ -22,10 +24,13 @@ class Console:
 
     def log(self, name: str, line: str) -> None:
         """One line of the process `name`."""
+        style = _line_style(line)
+        if self._is_quiet and not style:
+            return
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
         text = Text(f"{name:<{_NAME_WIDTH}}", style=colour)
         text.append("│ ", style="dim")
-        text.append(line, style=_line_style(line))
+        text.append(line, style=style)
         self._out.print(text)
 
     def say(self, line: str, *, is_bad: bool = False) -> None:

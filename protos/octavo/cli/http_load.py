@@ -1,0 +1,116 @@
+"""Sends a workload's requests to `/v1/completions` at once and times the streamed answers.
+
+Speaks HTTP/1.1 by itself: a general client takes longer to read a frame than the router to
+write it. Entry point: `run_http`.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from octavo.cli.measurement import RequestTiming, Run
+from octavo.cli.workloads import BenchRequest
+from octavo.errors import OctavoError
+
+OnTokens = Callable[[int], None]
+_READ_BYTES = 1 << 16
+# More than the stream's last two events take.
+_TAIL_BYTES = 1 << 12
+_FRAME, _DONE = b"data: {", b"data: [DONE]"
+
+
+async def run_http(
+    url: str,
+    model: str,
+    requests: Sequence[BenchRequest],
+    sampling: dict[str, Any],
+    on_tokens: OnTokens,
+    api_key: str | None = None,
+) -> Run:
+    """Send `requests` to the server at `url` (http://host:port), all at once."""
+    timings: list[RequestTiming] = []
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            timing = RequestTiming(len(request.token_ids), time.perf_counter())
+            timings.append(timing)
+            body = {
+                "model": model,
+                "prompt": list(request.token_ids),
+                "max_tokens": request.num_output_tokens,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **sampling,
+            }
+            group.create_task(_complete(url, json.dumps(body), timing, on_tokens, api_key))
+    return Run(tuple(timings))
+
+
+async def _complete(
+    url: str, body: str, timing: RequestTiming, on_tokens: OnTokens, api_key: str | None
+) -> None:
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+    try:
+        writer.write(_head(parts.netloc, body, api_key) + body.encode())
+        timing.submitted_s = time.perf_counter()
+        await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            answer = await reader.read()
+            status = head.partition(b"\r\n")[0].decode()
+            raise OctavoError(f"{url} answered {status}: {answer[:500].decode(errors='replace')}")
+        await _read_frames(reader, timing, on_tokens)
+    finally:
+        writer.close()
+
+
+async def _read_frames(
+    reader: asyncio.StreamReader, timing: RequestTiming, on_tokens: OnTokens
+) -> None:
+    """Read to the end. A frame is one read: what arrived together was sent together."""
+    tail = b""
+    num_told = 0
+    while data := await reader.read(_READ_BYTES):
+        now = time.perf_counter()
+        # A mark may be cut in two by the reads.
+        joined = tail[-len(_FRAME) + 1 :] + data
+        num_events = joined.count(_FRAME)
+        tail = (tail + data)[-_TAIL_BYTES:]
+        usage = _usage(tail) if _DONE in tail else None
+        # The last event carries the usage and no token.
+        if num_events > (1 if usage and b'"usage"' in data else 0):
+            timing.frame(now)
+            num_told += num_events
+            on_tokens(num_events)
+        if usage:
+            timing.num_output_tokens = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            timing.num_cached_tokens = details.get("cached_tokens", 0)
+    if not timing.num_output_tokens:
+        raise OctavoError(f"the stream ended without usage: {tail[-500:]!r}")
+    on_tokens(timing.num_output_tokens - num_told)
+
+
+def _usage(tail: bytes) -> dict[str, Any] | None:
+    """The usage in the stream's last event."""
+    for line in reversed(tail.split(b"\n")):
+        line = line.strip()
+        if line.startswith(_FRAME):
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise OctavoError(f"the stream failed: {event['error']}")
+            return event.get("usage")
+    return None
+
+
+def _head(host: str, body: str, api_key: str | None) -> bytes:
+    key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{key}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body.encode())}\r\n"
+        "Connection: close\r\n\r\n"
+    ).encode()

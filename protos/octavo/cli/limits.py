@@ -1,0 +1,54 @@
+"""The physical limit of a workload on one H200, to print a measurement's fraction of it.
+
+T_step = max(weight bytes / BW, 2 params B / F) + KV bytes read / BW, with B rows in the step;
+a prefill computes 2 params a token. BW and F were measured on the card (read bandwidth, large
+bf16 GEMM); attention's arithmetic is left out. Must not know: how anything was measured.
+Entry point: `limit_s`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.cli.workloads import BenchRequest
+
+READ_BYTES_PER_S = 4.19e12
+FLOPS = 686e12
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def limit_s(config: Mapping[str, Any], dtype: str, requests: Sequence[BenchRequest]) -> float:
+    """Least seconds in which the card can serve `requests`, all sent at once."""
+    params = matmul_params(config)
+    weight_s = params * _BYTES[dtype] / READ_BYTES_PER_S
+    flops_s = 2 * params / FLOPS
+    kv_s = kv_bytes_per_token(config, dtype) / READ_BYTES_PER_S
+    prefill_s = flops_s * sum(len(request.token_ids) for request in requests)
+    # The prefill yields each request's first token; decode step n the token n + 1.
+    decode_s = 0.0
+    steps = max(request.num_output_tokens for request in requests)
+    for step in range(1, steps):
+        rows = [request for request in requests if request.num_output_tokens > step]
+        context = sum(len(request.token_ids) + step for request in rows)
+        decode_s += max(weight_s, flops_s * len(rows)) + kv_s * context
+    return max(prefill_s, weight_s) + decode_s
+
+
+def matmul_params(config: Mapping[str, Any]) -> int:
+    """Weights that every token is multiplied with: all but the embedding table."""
+    hidden, head_dim = config["hidden_size"], _head_dim(config)
+    q_size = config["num_attention_heads"] * head_dim
+    kv_size = config["num_key_value_heads"] * head_dim
+    attention = hidden * (2 * q_size + 2 * kv_size)
+    mlp = 3 * hidden * config["intermediate_size"]
+    layers = config["num_hidden_layers"] * (attention + mlp)
+    return layers + hidden * config["vocab_size"]
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
+    """KV cache of one token, all layers."""
+    heads = config["num_key_value_heads"] * _head_dim(config)
+    return 2 * config["num_hidden_layers"] * heads * _BYTES[dtype]
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
