@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import pytest
 import redis
+
 from octavo.embedded_valkey import find_binary
 
 _START_TIMEOUT_S = 20.0

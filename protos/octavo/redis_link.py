@@ -49,6 +49,9 @@ class RedisLink:
 
         Whatever `operation` raises counts as Redis's failure.
         """
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task else 0
+        failure: Exception | None = None
         try:
             async with asyncio.timeout(self._timing.call_s):
                 if self._client is None:
@@ -56,7 +59,12 @@ class RedisLink:
                     await self._on_connect(self._client)
                 await operation(self._client)
         except Exception as error:
-            await self._fail(error)
+            failure = error
+        if task and task.cancelling() > num_cancels:
+            # The client library swallowed a cancellation: without this its task never ends.
+            raise asyncio.CancelledError
+        if failure is not None:
+            await self._fail(failure)
             return False
         if self._num_failures:
             logger.info("Redis at %s answers again", self._url)
