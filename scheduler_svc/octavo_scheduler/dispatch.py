@@ -1,0 +1,101 @@
+"""Plans and results as messages: the worker edge of the scheduler.
+
+Must not know: the cell. Entry points: `plan_to_proto`, `outcome_from_proto`, `spec_from_proto`,
+`spec_to_proto`, `capacity_from_proto`, `inventory_from_proto`.
+"""
+
+import numpy as np
+
+from octavo.blocks import HASH_BYTES
+from octavo.v1 import common_pb2, worker_pb2
+from octavo_scheduler.plan import Capacity, ModelSpec, Plan, StepOutcome
+
+
+def _pack(values: tuple[int, ...]) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+def plan_to_proto(plan: Plan) -> worker_pb2.Plan:
+    message = worker_pb2.Plan(plan_id=plan.plan_id, decode_until=plan.decode_until)
+    if plan.removed_rows:
+        message.removed_rows = _pack(plan.removed_rows)
+    if plan.block_updates:
+        message.block_updates = _pack(plan.block_updates)
+    for added in plan.added_rows:
+        message.added_rows.add(
+            row=added.row,
+            generation=added.generation,
+            sampling=common_pb2.SamplingParams.FromString(added.sampling),
+            sequence_index=added.sequence_index,
+            block_ids=_pack(added.block_ids),
+            num_computed_tokens=added.num_computed_tokens,
+            max_total_tokens=added.max_total_tokens,
+            min_total_tokens=added.min_total_tokens,
+        )
+    for chunk in plan.chunks:
+        message.chunks.add(
+            row=chunk.row, start=chunk.start, token_ids=chunk.token_ids, is_last=chunk.is_last
+        )
+    if plan.sealed_blocks:
+        message.sealed.block_ids = _pack(plan.sealed_blocks)
+        message.sealed.block_hashes = plan.sealed_hashes
+    return message
+
+
+def outcome_from_proto(message: worker_pb2.StepResult) -> StepOutcome:
+    """Raises ValueError if the columns don't agree in length."""
+    rows = np.frombuffer(message.rows, "<u4")
+    generations = np.frombuffer(message.generations, "<u4")
+    token_ids = np.frombuffer(message.token_ids, "<u4")
+    events = np.frombuffer(message.events, np.uint8)
+    if not rows.size == generations.size == token_ids.size == events.size:
+        raise ValueError(f"step {message.step}: columns of different lengths")
+    return StepOutcome(
+        step=message.step,
+        plan_id=message.plan_id,
+        repeat=message.repeat,
+        rows=rows,
+        generations=generations,
+        token_ids=token_ids,
+        events=events,
+        logprobs={item.entry: item.logprobs for item in message.logprobs},
+        errors={(item.row, item.generation): item.message for item in message.errors},
+        step_us=message.step_us,
+    )
+
+
+def spec_from_proto(message: common_pb2.ModelSpec) -> ModelSpec:
+    return ModelSpec(
+        name=message.name,
+        revision=message.revision,
+        block_size=message.block_size,
+        kv_scheme=message.kv_scheme,
+        hash_version=message.hash_version,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+    )
+
+
+def spec_to_proto(spec: ModelSpec) -> common_pb2.ModelSpec:
+    return common_pb2.ModelSpec(
+        name=spec.name,
+        revision=spec.revision,
+        block_size=spec.block_size,
+        kv_scheme=spec.kv_scheme,
+        hash_version=spec.hash_version,
+        max_model_len=spec.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+    )
+
+
+def capacity_from_proto(message: worker_pb2.WorkerCapacity) -> Capacity:
+    return Capacity(message.num_blocks, message.max_num_seqs, message.max_num_batched_tokens)
+
+
+def inventory_from_proto(message: worker_pb2.SealedBlocks) -> tuple[list[int], list[bytes]]:
+    """Block ids and as many hashes."""
+    data = message.block_hashes
+    hashes = [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
+    return np.frombuffer(message.block_ids, "<u4").tolist(), hashes

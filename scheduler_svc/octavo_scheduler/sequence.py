@@ -1,0 +1,166 @@
+"""A request and its sequences, as the scheduler knows them: token ids, never text.
+
+`Sequence.token_ids` holds the known tokens (prompt, then generated). While the sequence holds
+a row, its newest tokens, less than a block of them, lie in the row's tail (`rows.py`) and are
+flushed here at every block border and when the row is given up.
+
+    num_sealed * B <= num_computed <= num_planned <= known tokens
+
+Must not know: workers, protos, time sources. Entry points: `Request`, `Sequence`.
+"""
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from octavo.blocks import block_hash
+
+
+class State(Enum):
+    """Where a sequence is; each has exactly one way out to ENDED."""
+
+    WAITING = auto()  # in the queue
+    RUNNING = auto()  # holds a row
+    LEAVING = auto()  # preempted; plans in flight may still draw tokens for it
+    ENDED = auto()
+
+
+class FinishReason(Enum):
+    """Terminal outcomes of an accepted sequence; values are metric labels."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a sequence already delivered before it was submitted here."""
+
+    sequence_index: int
+    delivered_token_ids: bytes
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as it comes in; `prompt_token_ids` is packed u32, `sampling` opaque."""
+
+    handle: int
+    request_id: str
+    prompt_token_ids: bytes
+    root_hash: bytes
+    block_hashes: tuple[bytes, ...]
+    sampling: bytes
+    max_tokens: int
+    min_tokens: int
+    ending_ids: frozenset[int]
+    num_sequences: int = 1
+    deadline_ms: int | None = None
+    tenant: str = ""
+    priority: int = 0
+    resumes: tuple[Resume, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An accepted request; it lives until its last sequence ends."""
+
+    submission: Submission
+    session_id: int
+    serial: int
+    arrival: float
+    deadline: float | None
+    num_prompt_tokens: int
+    sequences: list["Sequence"] = field(default_factory=list["Sequence"])
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.num_prompt_tokens + self.submission.max_tokens
+
+    @property
+    def num_live(self) -> int:
+        return sum(sequence.state is not State.ENDED for sequence in self.sequences)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One generation of a request."""
+
+    request: Request
+    index: int
+    token_ids: "array[int]"
+    block_hashes: list[bytes]
+    # Prompt tokens that the queue counts for it (siblings expect to hit the cache).
+    queue_tokens: int
+    state: State = State.WAITING
+    row: int = -1
+    block_ids: list[int] = field(default_factory=list[int])
+    num_cached: int = 0
+    num_planned: int = 0
+    num_computed: int = 0
+    num_sealed: int = 0
+    num_preemptions: int = 0
+    num_moves: int = 0
+    num_suspicions: int = 0
+    is_suspect: bool = False
+    was_started: bool = False
+    admitted_at: float = 0.0
+
+    @property
+    def num_generated(self) -> int:
+        """Flushed generated tokens; exact when the sequence holds no row."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first, and who is preempted last: priority, then arrival, then index."""
+        return (-self.request.submission.priority, self.request.serial, self.index)
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.request.max_total_tokens
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Hash the full blocks of `token_ids` that have no hash yet."""
+        parent = self.block_hashes[-1] if self.block_hashes else self.request.submission.root_hash
+        for i in range(len(self.block_hashes), len(self.token_ids) // block_size):
+            start = i * block_size
+            parent = block_hash(parent, self.token_ids[start : start + block_size].tobytes())
+            self.block_hashes.append(parent)
+
+
+def make_sequences(request: Request, block_size: int) -> list[Sequence]:
+    """The sequences that are still to be generated, delivered tokens included."""
+    submission = request.submission
+    resumes = {resume.sequence_index: resume for resume in submission.resumes}
+    sequences: list[Sequence] = []
+    for index in range(submission.num_sequences):
+        resume = resumes.get(index)
+        if resume is not None and resume.finished:
+            continue
+        token_ids = array("I", submission.prompt_token_ids)
+        if resume is not None:
+            token_ids.frombytes(resume.delivered_token_ids)
+        is_first = not sequences
+        tokens = len(token_ids) if is_first else min(len(token_ids), block_size)
+        hashes = list(submission.block_hashes)
+        sequences.append(Sequence(request, index, token_ids, hashes, queue_tokens=tokens))
+    return sequences
+
+
+def already_ended(sequence: Sequence) -> FinishReason | None:
+    """Whether what a resumed sequence delivered was its whole answer."""
+    submission = sequence.request.submission
+    num_generated = sequence.num_generated
+    if num_generated > submission.min_tokens and sequence.token_ids[-1] in submission.ending_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_generated >= submission.max_tokens else None
+
+
+def order_of(sequences: SequenceOf[Sequence]) -> list[Sequence]:
+    """First served first."""
+    return sorted(sequences, key=lambda sequence: sequence.order)
