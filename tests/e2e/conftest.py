@@ -1,24 +1,11 @@
-"""Models and stacks that several end-to-end modules share."""
+"""Stacks that several end-to-end modules share."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from octavo.hub import resolve_model
-from tests.tiny_models import save_tiny_model
 
 from tests.e2e.stack import Stack
-
-
-@pytest.fixture(scope="session")
-def demo_folder() -> Path:
-    return resolve_model("demo", None, weights=True)
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random 2-layer Llama with GQA 3 and a byte-level tokenizer."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
