@@ -60,7 +60,7 @@ class ByteLevelText:
 
     def __init__(self, pieces: PieceTable) -> None:
         self._pieces = pieces
-        # Begins a character that later bytes may complete: at most 3 bytes, never broken.
+        # Begins a character that later bytes may complete: at most 3 bytes.
         self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -72,8 +72,7 @@ class ByteLevelText:
                 continue
             if isinstance(piece, str):
                 if self._pending:
-                    self._pending = b""
-                    text += REPLACEMENT
+                    text += self.finish()
                 text += piece
             else:
                 data = self._pending + piece
@@ -83,7 +82,8 @@ class ByteLevelText:
         return text
 
     def finish(self) -> str:
-        text = REPLACEMENT if self._pending else ""
+        # Mostly one U+FFFD; Python waits after ED A0..BF (a surrogate's start), which is two.
+        text = self._pending.decode("utf-8", "replace")
         self._pending = b""
         return text
 
