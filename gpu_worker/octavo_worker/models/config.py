@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from octavo.errors import ConfigurationError
 
+from octavo.errors import ConfigurationError
 from octavo_worker.models.families import Fields, family_of
 from octavo_worker.models.rope import RopeConfig
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from octavo.errors import ConfigurationError
 from torch import Tensor
+
+from octavo.errors import ConfigurationError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _TABLE_CHUNK = 16_384  # positions computed at a time: bounds the float32 temporaries

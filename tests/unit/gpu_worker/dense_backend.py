@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.backends import Backend
 from octavo_worker.models import Model
 from octavo_worker.sampling import SamplingTensors
-from torch import Tensor
 
 
 class DenseBackend:

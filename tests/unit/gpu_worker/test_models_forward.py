@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from octavo_worker.backends import Backend
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.models import Model, load_model
-
 from tests.tiny_models import TINY_VOCAB_SIZE, save_tiny_model, tiny_config, tiny_model
 from tests.unit.gpu_worker.dense_backend import DenseBackend, PagedRun, PagedSequence, greedy
 
@@ -188,8 +188,9 @@ def test_partial_rotary_leaves_the_other_dims_alone(tmp_path: Path) -> None:
 
 def test_demo_model_says_paris() -> None:
     """SmolLM2-135M, float32, greedy, from the real checkpoint with its real chat template."""
-    from octavo.hub import resolve_model
     from transformers import AutoTokenizer
+
+    from octavo.hub import resolve_model
 
     folder = resolve_model("demo", None, weights=True)
     model = load_model(folder)

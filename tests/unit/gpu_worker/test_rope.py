@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.errors import ConfigurationError
-from octavo_worker.models.rope import RopeConfig, cos_sin_table, identity_table
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from octavo.errors import ConfigurationError
+from octavo_worker.models.rope import RopeConfig, cos_sin_table, identity_table
 
 HEAD_DIM = 64
 MAX_POSITION = 4096
