@@ -34,7 +34,7 @@ from octavo.cli.workloads import (
     load_workloads,
     make_requests,
 )
-from octavo.errors import ConfigurationError
+from octavo.errors import ConfigurationError, OctavoError
 from octavo.hub import DEMO_MODEL, model_name_of, resolve_model
 
 _SAMPLED = {"temperature": 1.0, "top_p": 0.95}
@@ -116,8 +116,12 @@ class _Bench:
 
     async def run_stack(self) -> Run:
         """Through HTTP or gRPC: a running server, or a stack of our own."""
-        if self._arguments.url:
-            return await self._run_clients(self._arguments.url, self._arguments.url, "")
+        url = self._arguments.url
+        if url:
+            try:
+                return await self._run_clients(url, url, "")
+            except (OSError, ExceptionGroup) as error:
+                raise OctavoError(f"{url}: {_first_cause(error)}") from error
         stack = Stack(self._options, Console(is_quiet=not self._arguments.verbose))
         try:
             endpoints = await stack.start()
@@ -259,6 +263,12 @@ def _table(record: dict[str, Any]) -> Table:
     fraction = record["limit_fraction"]
     table.add_row("of the card's limit", "-" if fraction is None else f"{100 * fraction:.1f} %")
     return table
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _ignore(count: int) -> None:

@@ -164,7 +164,7 @@ class Stack:
                 **_listen_on(address, ports.pop()),
                 model=options.model,
                 worker_id=name,
-                memory_utilization=options.worker.memory_utilization / shared,
+                memory_utilization=max(0.05, options.worker.memory_utilization / shared),
             )
             self._add(self._workers, name, "worker", worker, {**secrets, **environment})
 
