@@ -110,6 +110,22 @@ def test_files_may_be_links(sharded: Path, tmp_path: Path) -> None:
     assert load_model(snapshot).config.num_layers == 2
 
 
+def test_a_single_file_wins_over_an_index(sharded: Path) -> None:
+    """As in transformers, where both lie in one folder."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sharded.glob("model-*.safetensors"):
+        tensors |= load_file(path)
+    tensors[Q_NAME] = torch.full_like(tensors[Q_NAME], 3.0)
+    save_file(tensors, sharded / SINGLE_NAME, metadata={"format": "pt"})
+    assert bool((load_model(sharded).slots()[Q_NAME] == 3.0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_checkpoint_tells_its_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    with Checkpoint(save_tiny_model(tmp_path, dtype=dtype)) as checkpoint:
+        assert checkpoint.dtype() == dtype
+
+
 # --- broken -----------------------------------------------------------------------------------
 
 
