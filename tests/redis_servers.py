@@ -119,14 +119,18 @@ class RedisServer:
         shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.remove)
 
-    def command(self, *words: str | int) -> Any:
+    def command(self, *words: str | int | float | bytes) -> Any:
         """Run one command on a fresh connection, as the operator would."""
-        with redis.Redis(port=self.port, password=self._options.get("requirepass")) as client:
+        return self.command_with(None, *words)
+
+    def command_with(self, password: str | None, *words: str | int | float | bytes) -> Any:
+        """`command` for a server that wants a password."""
+        with redis.Redis(port=self.port, password=password, protocol=2) as client:
             return client.execute_command(*words)
 
     def call_counts(self) -> dict[str, int]:
         """Calls per command since `CONFIG RESETSTAT`, those inside scripts included."""
-        with redis.Redis(port=self.port) as client:
+        with redis.Redis(port=self.port, protocol=2) as client:
             stats: dict[str, Any] = client.info("commandstats")
         return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
 

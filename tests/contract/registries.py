@@ -70,7 +70,7 @@ async def always(look: Callable[[], Any], expected: Any, during_s: float = 0.5) 
     """`look()` equals `expected` all the time of several writes, renewals and reads."""
     deadline = time.monotonic() + during_s
     while time.monotonic() < deadline:
-        assert look() == expected
+        assert (seen := look()) == expected, f"{seen!r} is not {expected!r}"
         await asyncio.sleep(0.01)
 
 

@@ -16,8 +16,13 @@ local function outranks_us(other_scope, other_rank)
 end
 
 local stored = redis.call('HMGET', KEYS[1], '_writer', '_scope', '_rank')
+local is_ours = stored[1] == writer and stored[2] == scope and stored[3] == rank
+-- A full server refuses the first write that needs memory. PEXPIRE needs none, and a script that
+-- has written may go on: records that are there keep their leases and even change.
+if is_ours then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+
 if #ARGV == 6 then
-  if stored[1] ~= writer or stored[2] ~= scope or stored[3] ~= rank then return -1 end
+  if not is_ours then return -1 end
 else
   local worker = { false, false }
   if KEYS[3] then worker = redis.call('HMGET', KEYS[3], 'boot_id', 'epoch') end
@@ -26,10 +31,9 @@ else
     if outranks_us(stored[2], stored[3]) then return 0 end
   end
   redis.call('HSET', KEYS[1], '_writer', writer, '_scope', scope, '_rank', rank, unpack(ARGV, 7))
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
 end
 
--- The lease comes before the members: a full server refuses ZADD, but must not end leases.
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', KEYS[2], now, ARGV[1])
