@@ -56,7 +56,8 @@ class BloomFilter:
         magic, version, num_probes, reserved, num_bits, num_items = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != HASH_VERSION or reserved:
             raise ValueError(f"no filter over hashes of version {HASH_VERSION}")
-        if not 0 < num_probes <= _MAX_PROBES or num_bits != 8 * (len(data) - _HEADER.size) > 0:
+        is_whole = 0 < num_bits == 8 * (len(data) - _HEADER.size)
+        if not is_whole or not 0 < num_probes <= _MAX_PROBES:
             raise ValueError(f"{num_bits} bits and {num_probes} probes in {len(data)} bytes")
         made = cls(num_bits, num_probes)
         made._bits = np.frombuffer(data, dtype=np.uint8, offset=_HEADER.size).copy()
