@@ -142,8 +142,9 @@ def _tool_calls(calls: Any, param: str) -> list[dict[str, Any]]:
 def _tool_call(call: Any, param: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise InvalidRequestError(f"{param}.function must be an object", param=param)
-    param = f"{param}.function.arguments"
+        param += ".function"
+        raise InvalidRequestError(f"{param} must be an object", param=param)
+    param += ".function.arguments"
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:

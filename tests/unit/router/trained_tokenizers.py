@@ -58,7 +58,7 @@ def _save(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], model_type
 
 
 def qwen_style(folder: Path) -> Path:
-    """Byte-level BPE, NFC, a split by regex, ChatML tokens that only the configuration lists."""
+    """Byte-level BPE, NFC, a split by regex, ChatML tokens, a few added ones not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -73,13 +73,12 @@ def qwen_style(folder: Path) -> Path:
         vocab_size=420, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    # "a é" has letters of the byte alphabet and one that isn't: plain text for the decoder.
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "a é")])
     listed = {
-        str(size + index): {"content": content, "special": is_special, "normalized": False}
-        for index, (content, is_special) in enumerate(
-            [("<|im_start|>", True), ("<|im_end|>", True), ("<tool_call>", False), ("a é", False)]
-        )
+        str(token_id): added.__getstate__()
+        for token_id, added in tokenizer.get_added_tokens_decoder().items()
     }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -161,7 +160,7 @@ def llama2_style(folder: Path, tokenizer_class: str = "PreTrainedTokenizerFast")
         "tokenizer_class": tokenizer_class,
         "bos_token": "<s>",
         "eos_token": "</s>",
-        "unk_token": {"content": "<unk>", "special": True},
+        "unk_token": {"__type": "AddedToken", "content": "<unk>", "normalized": False},
         "legacy": False,
         "add_bos_token": True,
         "add_eos_token": False,
