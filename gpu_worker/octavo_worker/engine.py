@@ -66,6 +66,15 @@ class Engine:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
 
+    @property
+    def runner(self) -> Runner:
+        """For who runs steps without the thread (`bare_loop`): never once started."""
+        return self._runner
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
     def start(self) -> None:
         self._thread.start()
 

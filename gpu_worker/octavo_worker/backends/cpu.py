@@ -29,7 +29,7 @@ class _Gather:
     rows: torch.Tensor  # int64 [S'], of the decode rows
     # int64 [S' * K * blocks], into the cache seen as [N * K, B * D]
     index: torch.Tensor
-    is_unused: torch.Tensor  # bool [S', 1, L, 1]
+    unused: torch.Tensor  # int64 [n], slots past the contexts, of the S' * K * L gathered ones
     mask: torch.Tensor  # bool, broadcastable to [S', K, queries, L]; True = attend
 
 
@@ -146,10 +146,11 @@ def _attend(
     """Attention of q [S', K, queries, D] over gathered contexts; the same shape."""
     num_rows, num_kv_heads = q.shape[:2]
     shape = (num_rows, num_kv_heads, -1, q.shape[-1])
-    k = k_cache.flatten(0, 1).flatten(1).index_select(0, gather.index).view(shape)
-    v = v_cache.flatten(0, 1).flatten(1).index_select(0, gather.index).view(shape)
-    k.masked_fill_(gather.is_unused, 0.0)
-    v.masked_fill_(gather.is_unused, 0.0)
+    k = k_cache.flatten(0, 1).flatten(1).index_select(0, gather.index)
+    v = v_cache.flatten(0, 1).flatten(1).index_select(0, gather.index)
+    k.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
+    v.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
+    k, v = k.view(shape), v.view(shape)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=gather.mask, scale=scale)
 
 
@@ -158,6 +159,13 @@ def _index(block_table: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     num_kv_heads = cache.shape[1]
     heads = torch.arange(num_kv_heads)
     return (block_table.long()[:, None, :] * num_kv_heads + heads[None, :, None]).flatten()
+
+
+def _unused(is_used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Gathered slots, of S' * K * L, of which `is_used` [S', L] says no."""
+    num_kv_heads = cache.shape[1]
+    is_unused = ~is_used[:, None, :].expand(-1, num_kv_heads, -1)
+    return is_unused.flatten().nonzero().flatten()
 
 
 def _index_decode(inputs: StepInputs, cache: torch.Tensor) -> list[_Gather]:
@@ -178,7 +186,7 @@ def _index_decode(inputs: StepInputs, cache: torch.Tensor) -> list[_Gather]:
             _Gather(
                 rows=rows,
                 index=_index(inputs.decode_block_table[rows, :num_blocks], cache),
-                is_unused=~is_used[:, None, :, None],
+                unused=_unused(is_used, cache),
                 mask=is_used[:, None, None, :],
             )
         )
@@ -200,7 +208,7 @@ def _index_prefill(inputs: StepInputs, cache: torch.Tensor, group: int) -> list[
             _Gather(
                 rows=torch.tensor([chunk]),
                 index=_index(inputs.prefill_block_table[chunk : chunk + 1, :num_blocks], cache),
-                is_unused=(columns >= length)[None, None, :, None],
+                unused=_unused((columns < length)[None], cache),
                 mask=is_seen[None, None],
             )
         )
