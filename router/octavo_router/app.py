@@ -78,7 +78,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_validation_error(_: Request, error: Exception) -> Response:
         return error_response(InvalidRequestError(str(error)[:200]))
 
+    async def on_failure(_: Request, error: Exception) -> Response:  # noqa: ARG001
+        # The edge logs it; the client learns nothing of our insides.
+        return error_response(OctavoError("the router failed; see its log"))
+
     app.add_exception_handler(OctavoError, on_octavo_error)
+    app.add_exception_handler(Exception, on_failure)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
 

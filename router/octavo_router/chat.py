@@ -37,7 +37,7 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
     newer = fields.integer("max_completion_tokens", 1, MAX_INT32)
     if older is not None and newer is not None and older != newer:
         raise InvalidRequestError(
-            f"max_tokens is {older} but max_completion_tokens is {newer}: send one of them",
+            f"max_completion_tokens is {newer} but max_tokens is {older}: send one of them",
             param="max_completion_tokens",
         )
     return older if newer is None else newer

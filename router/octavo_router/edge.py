@@ -45,7 +45,7 @@ class Edge:
     """Wraps the whole application."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
-        self._app = app
+        self.app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ class Edge:
                 tenant = self._keys.authenticate([v for k, v in headers if k == b"authorization"])
                 scope["octavo.tenant"] = tenant
             scope["octavo.request_id"] = request_id
-            await self._app(scope, receive, send_extra)
+            await self.app(scope, receive, send_extra)
         except OctavoError as error:
             await _send_error(send_extra, error)
         except Exception:

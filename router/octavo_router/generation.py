@@ -184,8 +184,7 @@ class Generation:
 
     async def news(self) -> list[Delta]:
         """Wait, then what is new of each choice. Raises OctavoError when the request is lost."""
-        if not self._dirty:
-            await self._wakeup.wait()
+        await self._wakeup.wait()
         self._raise_if_lost()
         if not self._dirty:
             return []

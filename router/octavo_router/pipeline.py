@@ -68,7 +68,7 @@ class Pipeline:
         num_choices = len(request.prompts) * sampling.n
         if num_choices > MAX_CHOICES:
             raise InvalidRequestError(
-                f"prompts times n must be at most {MAX_CHOICES}, got {num_choices}", param="n"
+                f"n times prompts must be at most {MAX_CHOICES}, got {num_choices}", param="n"
             )
         model = await self.sessions.wait_ready()
         tenant = None if self._share_prefixes else request.tenant or None

@@ -1,0 +1,152 @@
+"""A whole router in the test's event loop: both doors on real ports, fake schedulers behind.
+
+async with running_router(fake) as router:
+    answer = await router.http.post("/v1/completions", json={...})
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+from prometheus_client.samples import Sample
+
+from octavo.metrics import RouterMetrics
+from octavo.registry import MemoryRegistry
+from octavo.serving import GrpcServer, open_channel
+from octavo.settings import RouterSettings
+from octavo.v1 import inference_pb2, inference_pb2_grpc
+from octavo_router.app import create_app
+from octavo_router.auth import KeyRing
+from octavo_router.generation_defaults import GenerationDefaults
+from octavo_router.grpc_api import InferenceServicer
+from octavo_router.pipeline import Pipeline
+from octavo_router.service import Service
+from octavo_router.sessions import Sessions
+from octavo_router.wiring import HttpServer, bind
+from tests.fakes.byte_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
+from tests.fakes.fake_scheduler import FakeScheduler
+from tests.sse_parser import Stream, parse
+
+GUARD_S = 20.0
+
+
+def byte_scheduler(**options: Any) -> FakeScheduler:
+    """A fake scheduler for the byte tokenizer's vocabulary."""
+    return FakeScheduler(**{"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS,)} | options)
+
+
+@dataclass
+class RunningRouter:
+    """Handles on a router under test."""
+
+    service: Service
+    http: httpx.AsyncClient
+    inference: inference_pb2_grpc.InferenceStub
+    http_port: int
+
+    async def stream(self, path: str, body: dict[str, Any], num_choices: int = 1) -> Stream:
+        """POST with `stream: true`; the strictly parsed answer."""
+        answer = await self.http.post(path, json={**body, "stream": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return parse(answer.content, num_choices=num_choices)
+
+    def samples(self, name: str) -> list[Sample]:
+        return [
+            sample
+            for family in self.service.registry.collect()
+            for sample in family.samples
+            if sample.name == name
+        ]
+
+    def outcomes(self) -> dict[tuple[str, str], int]:
+        """(endpoint, outcome) -> count, of every request received so far."""
+        return {
+            (sample.labels["endpoint"], sample.labels["outcome"]): int(sample.value)
+            for sample in self.samples("octavo_requests_total")
+        }
+
+    def value(self, name: str) -> float:
+        return sum(sample.value for sample in self.samples(name))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a state; fails if it doesn't come."""
+    async with asyncio.timeout(GUARD_S):
+        while not condition():  # noqa: ASYNC110 - any state, not an event of ours
+            await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def running_router(
+    *fakes: FakeScheduler, wait_ready: bool = True, **settings: Any
+) -> AsyncGenerator[RunningRouter]:
+    """Start the given fake schedulers (those not yet started) and a router on them."""
+    async with contextlib.AsyncExitStack() as stack:
+        for fake in fakes:
+            if not fake.address:
+                await stack.enter_async_context(fake)
+        addresses = tuple(fake.address for fake in fakes)
+        config = RouterSettings(**{"port": 0, "schedulers": addresses} | settings)
+        router = await _start(config, stack)
+        if wait_ready:
+            await until(lambda: router.value("octavo_router_sessions") == len(fakes))
+        yield router
+
+
+async def _start(config: RouterSettings, stack: contextlib.AsyncExitStack) -> RunningRouter:
+    collectors = CollectorRegistry()
+    metrics = RouterMetrics(collectors)
+    sessions = Sessions(
+        router_id="router-under-test",
+        static=config.schedulers,
+        registry=MemoryRegistry(),
+        redial_ms=config.redial_ms,
+        max_moves=config.max_moves,
+        metrics=metrics,
+    )
+    executor = stack.enter_context(ThreadPoolExecutor(1))
+    service = Service(
+        settings=config,
+        model_names=config.served_model_name or ("byte-model",),
+        defaults=GenerationDefaults(),
+        pipeline=Pipeline(
+            tokenizer=ByteTokenizer(),
+            sessions=sessions,
+            executor=executor,
+            share_prefixes=config.share_prefixes,
+        ),
+        sessions=sessions,
+        keys=KeyRing.from_setting(config.api_keys),
+        metrics=metrics,
+        registry=collectors,
+    )
+    await sessions.start()
+    stack.push_async_callback(sessions.close)
+    listener = bind("127.0.0.1", 0)
+    http_port = listener.getsockname()[1]
+    http = HttpServer(create_app(service), grace_s=1)
+    serving = asyncio.create_task(http.serve([listener]))
+
+    async def stop_http() -> None:
+        http.should_exit = True
+        await serving
+
+    stack.push_async_callback(stop_http)
+    await http.is_listening.wait()
+    grpc_server = GrpcServer()
+    inference_pb2_grpc.add_InferenceServicer_to_server(
+        InferenceServicer(service), grpc_server.server
+    )
+    grpc_port = await grpc_server.start("127.0.0.1", 0, inference_pb2.DESCRIPTOR)
+    stack.push_async_callback(grpc_server.stop, 0)
+    channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{grpc_port}"))
+    client = await stack.enter_async_context(
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=GUARD_S)
+    )
+    return RunningRouter(service, client, inference_pb2_grpc.InferenceStub(channel), http_port)

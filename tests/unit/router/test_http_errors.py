@@ -1,0 +1,347 @@
+"""Bad requests over HTTP: each has its status, names its field, and reaches no scheduler."""
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+import pytest
+
+from octavo.v1 import common_pb2
+from tests.fakes.fake_scheduler import Plan
+from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+# What is sent raw (bytes) or as JSON, and the field that the error must name (None = none).
+Case = tuple[str, Any, str | None]
+
+BODIES: list[Case] = [
+    (CHAT, raw, None)
+    for raw in (
+        b"{:",
+        b"",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"5",
+        b'{"messages": ',
+        '{"messages": "hé"}'.encode("latin-1"),
+        "\ufeff{}".encode(),
+        '{"prompt": "x"}'.encode("utf-16"),
+        b'{"messages":[{"role":"user","content":"\\ud83d"}]}',
+        b'{"messages":[{"role":"user","content":"\\udc00\\ud83d"}]}',
+        b'{"\\ud800": 1}',
+        b'{"temperature": NaN, "messages": []}',
+        b'{"temperature": -Infinity}',
+        b'{"metadata": {"x": Infinity}}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    )
+]
+MESSAGES: list[Case] = [
+    *((CHAT, {"messages": value}, "messages") for value in (None, [], "hi", 5, {}, True)),
+    (CHAT, {}, "messages"),
+    *((CHAT, {"messages": [value]}, "messages[0]") for value in (None, "hi", 5, [])),
+    *(
+        (CHAT, {"messages": [{"role": role, "content": "x"}]}, "messages[0].role")
+        for role in (None, "", "User", "robot", 5, ["user"])
+    ),
+    *(
+        (CHAT, {"messages": [{"role": "user", "content": value}]}, "messages[0].content")
+        for value in (None, 5, [], {}, True)
+    ),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    *(
+        (CHAT, {"messages": [*HI, {"role": "user", "content": [part]}]}, "messages[1].content[0]")
+        for part in ({"type": "image_url", "image_url": {}}, {"text": "x"}, "x", None)
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        "messages[0].content[0].text",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
+    # What the template refuses.
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+]
+PROMPTS: list[Case] = [
+    *((TEXT, {"prompt": value}, "prompt") for value in (None, [], "", 5, {}, True)),
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": [""]}, "prompt"),
+    (TEXT, {"prompt": ["a", ""]}, "prompt[1]"),
+    (TEXT, {"prompt": [[]]}, "prompt[0]"),
+    (TEXT, {"prompt": [[1], []]}, "prompt[1]"),
+    (TEXT, {"prompt": ["a", 5]}, "prompt[1]"),
+    (TEXT, {"prompt": ["a", [1, "b"]]}, "prompt[1][1]"),
+    *((TEXT, {"prompt": [value]}, "prompt[0]") for value in (-1, 257, 2**63, True, 5.0, None)),
+    *((TEXT, {"prompt": [1, value]}, "prompt[1]") for value in (-1, 257, "a", 1.0, None, [1])),
+    (TEXT, {"prompt": [[1], [257]]}, "prompt[1][0]"),
+    (TEXT, {"prompt": ["a"] * 1025}, "prompt"),
+    (TEXT, {"prompt": ["a"] * 1000, "n": 100}, "n"),
+]
+CHAT_FIELDS: list[Case] = [
+    (CHAT, {"messages": HI, **fields}, name)
+    for name, fields in [
+        ("temperature", {"temperature": "0.5"}),
+        ("n", {"n": 0}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
+        ("max_completion_tokens", {"max_completion_tokens": 5, "max_tokens": 6}),
+        ("stream", {"stream": "yes"}),
+        ("stream", {"stream": 1}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("stream_options", {"stream": True, "stream_options": True}),
+        ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": 1}}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("top_logprobs", {"logprobs": False, "top_logprobs": 2}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("logprobs", {"logprobs": 1}),
+        ("model", {"model": 5}),
+        ("model", {"model": "m" * 300}),
+        ("user", {"user": 5}),
+        ("stop", {"stop": 5}),
+        ("tools", {"tools": [{"type": "function"}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("response_format", {"response_format": {"type": "json_schema"}}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("logit_bias", {"logit_bias": {"5": 1}}),
+        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("frequency_penalty", {"frequency_penalty": -1}),
+        ("repetition_penalty", {"repetition_penalty": 1.1}),
+        ("min_tokens", {"min_tokens": 3}),
+        ("audio", {"audio": {"voice": "x"}}),
+        ("modalities", {"modalities": ["text", "audio"]}),
+        ("cache_salt", {"cache_salt": "x"}),
+        ("priority", {"priority": 1}),
+        ("chat_template", {"chat_template": "x"}),
+        ("best_of", {"best_of": 3}),
+        (
+            "stream_options.continuous_usage_stats",
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        ),
+    ]
+]
+TEXT_FIELDS: list[Case] = [
+    (TEXT, {"prompt": "x", **fields}, name)
+    for name, fields in [
+        ("logprobs", {"logprobs": True}),
+        ("logprobs", {"logprobs": 21}),
+        ("echo", {"echo": True}),
+        ("best_of", {"best_of": 2, "n": 1}),
+        ("suffix", {"suffix": "x"}),
+        ("prompt_logprobs", {"prompt_logprobs": 1}),
+    ]
+]
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> NoReturn:
+        raise AssertionError(f"{name} in an answer")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def check_error(answer: Any, status: int = 400, param: str | None = None) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = strict(answer.text)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert 0 < len(error["message"]) < 500
+    return error
+
+
+def run(check: Any, **settings: Any) -> None:
+    async def main() -> None:
+        fake = byte_scheduler()
+        async with running_router(fake, **settings) as router:
+            await check(router, fake)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cases", [BODIES, MESSAGES, PROMPTS, CHAT_FIELDS, TEXT_FIELDS], ids=len)
+def test_bad_requests(cases: list[Case]) -> None:
+    async def check(router: RunningRouter, fake: Any) -> None:
+        for path, body, param in cases:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await router.http.post(
+                path, content=data, headers={"content-type": "application/json"}
+            )
+            error = check_error(answer, 400, param)
+            if param is not None and param != "messages":
+                assert error["message"].startswith(param), error
+        assert not fake.submits
+        assert {outcome for _, outcome in router.outcomes()} == {"rejected"}
+        assert sum(router.outcomes().values()) == len(cases)
+        assert router.value("octavo_requests_in_flight") == 0
+        answer = await router.http.post(TEXT, json={"prompt": "x"})
+        assert answer.status_code == 200
+
+    run(check)
+
+
+def test_harmless_fields_are_ignored() -> None:
+    body = {
+        "messages": HI,
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "user": "u",
+        "n": None,
+        "best_of": 1,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1.0,
+        "parallel_tool_calls": True,
+        "no_such_field": [1, 2],
+        "stream_options": None,
+        "max_tokens": 2,
+    }
+
+    async def check(router: RunningRouter, fake: Any) -> None:
+        answer = await router.http.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "s"}],
+        [{"role": "assistant", "content": "a"}],
+        [{"role": "developer", "content": "d"}],
+        [{"role": "user", "content": ""}],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        [{"role": "user", "content": "nul \x00 here", "name": "bob"}],
+    ],
+)
+def test_good_messages(messages: Any) -> None:
+    async def check(router: RunningRouter, fake: Any) -> None:
+        answer = await router.http.post(CHAT, json={"messages": messages, "max_tokens": 1})
+        assert answer.status_code == 200
+
+    run(check)
+
+
+def test_text_parts_are_joined_by_newlines() -> None:
+    async def check(router: RunningRouter, fake: Any) -> None:
+        async def ids(content: Any) -> bytes:
+            body = {"messages": [{"role": "user", "content": content}]}
+            return bytes((await router.http.post("/tokenize", json=body)).json()["tokens"])
+
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        assert await ids(parts[:1]) == await ids("a")
+        assert await ids(parts) == await ids("a\nb")
+
+    run(check)
+
+
+def test_routes_methods_sizes_and_types() -> None:
+    async def check(router: RunningRouter, fake: Any) -> None:
+        http = router.http
+        assert check_error(await http.get("/nope"), 404)["code"] == "not_found"
+        assert check_error(await http.post("/v1/nope", json={}), 404)["code"] == "not_found"
+        answer = await http.get(CHAT)
+        assert check_error(answer, 405)["code"] == "method_not_allowed"
+        assert answer.headers["allow"] == "POST"
+        answer = await http.post(TEXT, content=b'"' + b"x" * 5000, headers=JSON)
+        assert check_error(answer, 413)["code"] == "request_too_large"
+
+        async def chunks() -> Any:
+            for _ in range(20):
+                yield b" " * 1000
+
+        answer = await http.post(TEXT, content=chunks(), headers=JSON)
+        assert check_error(answer, 413)["code"] == "request_too_large"
+        answer = await http.post(TEXT, content=b"{}", headers={"content-type": "text/plain"})
+        check_error(answer, 400, "Content-Type")
+        answer = await http.post(TEXT, content=b"{}", headers={**JSON, "content-encoding": "gzip"})
+        check_error(answer, 400, "Content-Encoding")
+        answer = await http.post(TEXT, json={"prompt": "x"}, headers={"idempotency-key": "k" * 300})
+        check_error(answer, 400, "Idempotency-Key")
+
+    run(check, max_body_bytes=4096)
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_a_refusal_of_the_scheduler_is_a_status_even_when_streaming() -> None:
+    async def check(router: RunningRouter, fake: Any) -> None:
+        for code, status, retry in [(8, 429, 2500), (3, 400, None), (14, 503, 10), (13, 500, None)]:
+            fake.reject = common_pb2.Error(
+                code=code, message="no room", param="", retry_after_ms=retry
+            )
+            for stream in (False, True):
+                answer = await router.http.post(TEXT, json={"prompt": "x", "stream": stream})
+                assert check_error(answer, status)["message"] == "no room"
+                if retry:
+                    assert answer.headers["retry-after"] == str(-(-retry // 1000))
+        outcomes = router.outcomes()
+        assert outcomes == {("completions", "rejected"): 6, ("completions", "error"): 2}
+
+    run(check)
+
+
+def test_a_failing_sequence_is_one_error() -> None:
+    failure = common_pb2.Error(code=13, message="the worker gave up")
+
+    async def main() -> None:
+        fake = byte_scheduler(
+            script=lambda _, index: Plan(
+                [97, 98], common_pb2.FINISH_REASON_ERROR if index else 2, failure if index else None
+            )
+        )
+        async with running_router(fake) as router:
+            body = {"prompt": "x", "n": 2}
+            answer = await router.http.post(TEXT, json=body)
+            assert check_error(answer, 500)["message"] == "the worker gave up"
+            streamed = await router.stream(TEXT, body, 2)
+            assert streamed.error is not None
+            assert streamed.error["message"] == "the worker gave up"
+            assert router.outcomes() == {("completions", "error"): 2}
+
+    asyncio.run(main())
+
+
+def test_deadline() -> None:
+    async def main() -> None:
+        fake = byte_scheduler(interval_s=0.01)
+        async with running_router(fake, request_timeout_s=0.1) as router:
+            body = {"prompt": "x", "max_tokens": 1000}
+            answer = await router.http.post(TEXT, json=body)
+            assert check_error(answer, 504)["code"] == "deadline_exceeded"
+            streamed = await router.stream(TEXT, body)
+            assert streamed.error is not None
+            assert streamed.error["code"] == "deadline_exceeded"
+            assert 0 < fake.submits[0].deadline_ms <= 100
+            assert {cancel.reason for cancel in fake.cancels} == {3}
+            assert router.outcomes() == {("completions", "deadline"): 2}
+
+    asyncio.run(main())
+
+
+def test_an_unexpected_failure_is_a_plain_500() -> None:
+    async def check(router: RunningRouter, fake: Any) -> None:
+        def broken(*args: Any, **kwargs: Any) -> NoReturn:
+            raise ZeroDivisionError("secret detail")
+
+        router.service.pipeline.tokenizer.encode = broken  # type: ignore[method-assign]
+        answer = await router.http.post(TEXT, json={"prompt": "x"})
+        error = check_error(answer, 500)
+        assert "secret" not in error["message"]
+        assert answer.headers["access-control-allow-origin"] == "*"
+        assert router.outcomes() == {("completions", "error"): 1}
+
+    run(check)

@@ -1,0 +1,126 @@
+"""The API's document says what the validation does, and what answers look like."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from octavo.errors import InvalidRequestError
+from octavo_router.chat import parse_chat
+from octavo_router.completions import parse_completion
+from octavo_router.generation_defaults import GenerationDefaults
+from octavo_router.openai_schema import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    ModelList,
+)
+from octavo_router.unsupported import NEUTRAL_VALUES
+from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def run(check: Any) -> None:
+    async def main() -> None:
+        async with running_router(byte_scheduler()) as router:
+            await check(router)
+
+    asyncio.run(main())
+
+
+def test_the_document() -> None:
+    async def check(router: RunningRouter) -> None:
+        document = (await router.http.get("/openapi.json")).json()
+        assert document["info"]["title"] == "Octavo"
+        paths = document["paths"]
+        for path, model in [
+            ("/v1/chat/completions", "ChatRequest"),
+            ("/v1/completions", "CompletionRequest"),
+            ("/tokenize", "TokenizeRequest"),
+            ("/detokenize", "DetokenizeRequest"),
+        ]:
+            schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": f"#/components/schemas/{model}"}
+            assert "422" not in paths[path]["post"]["responses"]
+            assert {"200", "400", "401", "429"} <= set(paths[path]["post"]["responses"])
+        assert {"/v1/models", "/health", "/livez", "/readyz", "/metrics", "/version"} <= set(paths)
+        names = set(document["components"]["schemas"])
+        for reference in references(document):
+            assert reference.removeprefix("#/components/schemas/") in names
+        assert (await router.http.get("/docs")).status_code == 200
+
+    run(check)
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if "$ref" in node else set()
+        return own.union(*(references(value) for value in node.values()))
+    if isinstance(node, list):
+        return set().union(*(references(value) for value in node))
+    return set()
+
+
+def test_answers_are_as_documented() -> None:
+    async def check(router: RunningRouter) -> None:
+        http = router.http
+        chat = {"messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 1}
+        ChatCompletion.model_validate_json(
+            (await http.post("/v1/chat/completions", json=chat)).text
+        )
+        text = {"prompt": "x", "logprobs": 1}
+        Completion.model_validate_json((await http.post("/v1/completions", json=text)).text)
+        ModelList.model_validate_json((await http.get("/v1/models")).text)
+        for answer in (await http.get("/nope"), await http.post("/tokenize", json={})):
+            ErrorBody.model_validate_json(answer.text)
+
+    run(check)
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_no_documented_field_is_refused_as_unsupported(model: Any) -> None:
+    assert not set(model.model_fields) & set(NEUTRAL_VALUES)
+
+
+LIMITS: list[tuple[str, list[Any]]] = [
+    ("temperature", [0, 2, 2.1, -1, 1.5]),
+    ("top_p", [0, 1, 1.1, -0.1]),
+    ("top_k", [-2, -1, 0, 2**31 - 1, 2**31]),
+    ("min_p", [0, 1, 1.5]),
+    ("seed", [-(2**63), 2**63 - 1, 2**63]),
+    ("n", [0, 1, 128, 129]),
+    ("max_tokens", [0, 1, 2**31 - 1, 2**31]),
+    ("stop_token_ids", [[0], [0] * 128, [0] * 129]),
+    ("ignore_eos", [True, False]),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), LIMITS)
+def test_documented_limits_are_the_enforced_ones(field: str, values: list[Any]) -> None:
+    for value in values:
+        chat, text = {"messages": HI, field: value}, {"prompt": "x", field: value}
+        for model, parse, body in [
+            (ChatRequest, parse_chat, chat),
+            (CompletionRequest, parse_completion, text),
+        ]:
+            assert accepts_model(model, body) == accepts_parse(parse, body), (field, value)
+
+
+def accepts_model(model: Any, body: dict[str, Any]) -> bool:
+    try:
+        model.model_validate(body, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+def accepts_parse(parse: Any, body: dict[str, Any]) -> bool:
+    try:
+        parse(body, GenerationDefaults(), 1000)
+    except InvalidRequestError:
+        return False
+    return True

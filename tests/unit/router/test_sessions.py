@@ -1,0 +1,268 @@
+"""Sessions that break: the same stream goes on, with no id lost or doubled."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from octavo.v1 import common_pb2
+from tests.fakes.fake_scheduler import FakeScheduler, ids_of
+from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router, until
+from tests.sse_parser import Stream
+
+BODY = {"prompt": "abc", "max_tokens": 60, "n": 2, "seed": 5}
+
+
+def fake_cell(name: str, **options: Any) -> FakeScheduler:
+    return byte_scheduler(scheduler_id=name, interval_s=0.003, num_cached_tokens=16, **options)
+
+
+async def undisturbed() -> list[str]:
+    fake = fake_cell("calm")
+    async with running_router(fake) as router:
+        stream = await router.stream("/v1/completions", BODY, 2)
+        return [stream.text(0), stream.text(1)]
+
+
+def check_same(stream: Stream, texts: list[str]) -> None:
+    assert [stream.text(0), stream.text(1)] == texts
+    assert stream.finish(0) == stream.finish(1) == "length"
+    assert stream.usage is not None
+    assert stream.usage["completion_tokens"] == 120
+    # The first start's hits: a move adds none.
+    assert stream.usage["prompt_tokens_details"]["cached_tokens"] == 16
+
+
+async def streaming(router: RunningRouter) -> Any:
+    body = {**BODY, "stream_options": {"include_usage": True}}
+    return asyncio.create_task(router.stream("/v1/completions", body, 2))
+
+
+async def num_sent(fake: FakeScheduler, count: int) -> None:
+    """Until the fake sent `count` ids of every sequence."""
+    await until(
+        lambda: any(
+            sequence.num_sent >= count
+            for session in fake._sessions
+            for sequence in session.sequences.values()
+        )
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 59])
+def test_a_dropped_session_is_resumed_with_what_was_delivered(count: int) -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        fake = fake_cell("one")
+        async with running_router(fake) as router:
+            task = await streaming(router)
+            await until(lambda: bool(fake.submits))
+            await num_sent(fake, count)
+            fake.drop_sessions()
+            check_same(await task, texts)
+            first, second = fake.submits
+            assert second.sampling == first.sampling
+            assert second.block_hashes == first.block_hashes
+            delivered = {r.sequence_index: ids_of(r.delivered_token_ids) for r in second.resumes}
+            assert all(len(ids) >= count for ids in delivered.values())
+            for index, ids in delivered.items():
+                assert texts[index].startswith(bytes(ids).decode())
+            assert router.value("octavo_router_moves_total") == 1
+            assert fake.num_sessions == 2
+
+    asyncio.run(main())
+
+
+def test_a_whole_answer_survives_too() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        fake = fake_cell("one")
+        async with running_router(fake) as router:
+            task = asyncio.create_task(router.http.post("/v1/completions", json=BODY))
+            await until(lambda: bool(fake.submits))
+            await num_sent(fake, 5)
+            fake.drop_sessions()
+            choices = (await task).json()["choices"]
+            assert [choice["text"] for choice in choices] == texts
+
+    asyncio.run(main())
+
+
+def test_a_finished_sibling_is_not_generated_again() -> None:
+    def script(submit: Any, index: int) -> Any:
+        from tests.fakes.fake_scheduler import Plan
+
+        return Plan([97 + index] * (3 if index == 0 else 60))
+
+    async def main() -> None:
+        fake = byte_scheduler(script=script, interval_s=0.003)
+        async with running_router(fake) as router:
+            task = await streaming(router)
+            await until(lambda: bool(fake.submits))
+            await num_sent(fake, 10)
+            fake.drop_sessions()
+            stream = await task
+            assert [stream.text(0), stream.text(1)] == ["aaa", "b" * 60]
+            resumes = {r.sequence_index: r for r in fake.submits[1].resumes}
+            assert resumes[0].finished
+            assert not resumes[1].finished
+
+    asyncio.run(main())
+
+
+def test_a_killed_scheduler_is_replaced_by_another() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        cells = [fake_cell("one"), fake_cell("two")]
+        async with running_router(*cells) as router:
+            task = await streaming(router)
+            await until(lambda: any(cell.submits for cell in cells))
+            used, other = cells if cells[0].submits else reversed(cells)
+            await num_sent(used, 10)
+            await used.stop()
+            check_same(await task, texts)
+            assert len(other.submits) == 1
+            assert other.submits[0].resumes
+
+    asyncio.run(main())
+
+
+def test_a_scheduler_that_comes_back_later() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        fake = fake_cell("one")
+        async with running_router(fake, redial_ms=5) as router:
+            task = await streaming(router)
+            await until(lambda: bool(fake.submits))
+            await num_sent(fake, 10)
+            port = int(fake.address.rpartition(":")[2])
+            await fake.stop()
+            await until(lambda: router.value("octavo_router_sessions") == 0)
+            answer = await router.http.post("/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 503
+            await fake.start(port)
+            check_same(await task, texts)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_moved(is_named: bool) -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        cells = [fake_cell("one"), fake_cell("two")]
+        # A hand-over is no loss: it doesn't count against max_moves.
+        async with running_router(*cells, max_moves=0) as router:
+            task = await streaming(router)
+            await until(lambda: any(cell.submits for cell in cells))
+            used, other = cells if cells[0].submits else reversed(cells)
+            await num_sent(used, 10)
+            used.move_sessions(other.address if is_named else "")
+            check_same(await task, texts)
+            assert len(other.submits) == 1
+
+    asyncio.run(main())
+
+
+def test_moved_to_a_stranger() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        one, two = fake_cell("one"), fake_cell("two")
+        async with two, running_router(one) as router:
+            task = await streaming(router)
+            await until(lambda: bool(one.submits))
+            await num_sent(one, 10)
+            one.move_sessions(two.address)
+            check_same(await task, texts)
+            assert len(two.submits) == 1
+
+    asyncio.run(main())
+
+
+def test_too_many_losses_are_an_error() -> None:
+    async def main() -> None:
+        fake = fake_cell("one")
+        async with running_router(fake, max_moves=2) as router:
+            task = await streaming(router)
+            for number in range(1, 4):
+                await until(lambda n=number: len(fake.submits) == n and fake.num_live == 2)
+                fake.drop_sessions()
+            stream = await task
+            assert stream.error is not None
+            assert stream.error["code"] == "unavailable"
+            assert "limit 2" in stream.error["message"]
+            await until(lambda: router.outcomes() == {("completions", "rejected"): 1})
+
+    asyncio.run(main())
+
+
+def test_a_busy_cell_passes_the_request_on_once() -> None:
+    async def main() -> None:
+        cells = [fake_cell(name) for name in ("one", "two", "three")]
+        async with running_router(*cells) as router:
+            for cell in cells[:2]:
+                cell.reject = common_pb2.Error(code=8, message="full", retry_after_ms=1500)
+            statuses: list[int] = []
+            for number in range(12):
+                prompt = f"{number}" * 70
+                answer = await router.http.post(
+                    "/v1/completions", json={"prompt": prompt, "max_tokens": 1}
+                )
+                statuses.append(answer.status_code)
+                num_tries = sum(len(cell.submits) for cell in cells)
+                assert num_tries <= 2 * (number + 1)
+            assert set(statuses) <= {200, 429}
+            assert 200 in statuses
+            # What is wrong with the request is wrong everywhere.
+            for cell in cells:
+                cell.reject = common_pb2.Error(code=3, message="too long")
+            before = sum(len(cell.submits) for cell in cells)
+            answer = await router.http.post("/v1/completions", json={"prompt": "x" * 70})
+            assert answer.status_code == 400
+            assert sum(len(cell.submits) for cell in cells) == before + 1
+
+    asyncio.run(main())
+
+
+def test_an_idle_session_is_pinged() -> None:
+    async def main() -> None:
+        fake = fake_cell("one")
+        async with running_router(fake):
+            await until(lambda: fake.num_pings >= 2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("field", ["wire_version", "hash_version"])
+def test_versions_that_do_not_fit_are_not_spoken_to(field: str) -> None:
+    async def main() -> None:
+        fake = fake_cell("future")
+        if field == "wire_version":
+            fake.wire_version += 2
+        else:
+            fake.model.hash_version += 1
+        async with running_router(fake, wait_ready=False, redial_ms=50) as router:
+            answer = await router.http.post("/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 503
+            assert not fake.submits
+
+    asyncio.run(main())
+
+
+def test_cells_of_another_block_size_get_their_own_hashes() -> None:
+    async def main() -> None:
+        one, two = fake_cell("one", block_size=16), fake_cell("two", block_size=32)
+        async with running_router(one, two, redial_ms=5) as router:
+            body = {**BODY, "prompt": "p" * 70}
+            task = asyncio.create_task(router.http.post("/v1/completions", json=body))
+            await until(lambda: bool(one.submits or two.submits))
+            used, other = (one, two) if one.submits else (two, one)
+            await num_sent(used, 3)
+            await used.stop()
+            assert (await task).status_code == 200
+            sizes = {one: 4, two: 2}
+            assert len(used.submits[0].block_hashes) == 16 * sizes[used]
+            assert len(other.submits[0].block_hashes) == 16 * sizes[other]
+            assert used.submits[0].root_hash != other.submits[0].root_hash
+
+    asyncio.run(main())
