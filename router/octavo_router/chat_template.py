@@ -98,7 +98,7 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
         found = named.get("default")
-    return found
+    return found if isinstance(found, str) else None
 
 
 # --- messages ---------------------------------------------------------------------------------
