@@ -14,6 +14,8 @@ from dataclasses import dataclass
 WARM_SHARE = 0.25
 # Assumed while no prefill was measured yet.
 _DEFAULT_TOKENS_PER_S = 10_000.0
+# Times to first token that differ by less are equal: then the worker with fewer rows is better.
+_EQUAL_TTFT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,10 @@ def choose_worker(
 ) -> int | None:
     """Index of the worker to bind to now, or to wait for; None if it fits nowhere."""
 
-    def cost(i: int) -> tuple[float, int]:
-        return expected_ttft_s(candidates[i], num_tokens), candidates[i].num_rows
+    ttfts = [expected_ttft_s(candidate, num_tokens) for candidate in candidates]
+
+    def cost(i: int) -> tuple[int, int]:
+        return round(ttfts[i] / _EQUAL_TTFT_S), candidates[i].num_rows
 
     fitting = [i for i, candidate in enumerate(candidates) if candidate.fits]
     if not fitting:
@@ -58,5 +62,5 @@ def choose_worker(
     if not with_room:
         return best
     fallback = min(with_room, key=cost)
-    extra = cost(best)[0] - cost(fallback)[0]
-    return best if extra <= affinity_budget_s else fallback
+    extra_s = ttfts[best] - ttfts[fallback]
+    return best if extra_s <= affinity_budget_s else fallback

@@ -26,6 +26,8 @@ class BlockPool:
         assert num_blocks >= 2, num_blocks
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
+        self.num_cached = 0  # free blocks whose content is still indexed
+        self.num_changes = 0  # of the index
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
@@ -46,10 +48,6 @@ class BlockPool:
         """Blocks that a prefix can hit, used or free."""
         return len(self._index)
 
-    def num_cached(self) -> int:
-        """Free blocks whose content is still indexed."""
-        return sum(not self._used[block] for block in self._index.values())
-
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks for new content; the caller checked `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
@@ -57,9 +55,9 @@ class BlockPool:
         for _ in range(count):
             block = self._next[0]
             self._unlink(block)
-            self.forget(block)
             self._references[block] = 1
             self._used[block] = 1
+            self.forget(block)
             blocks.append(block)
         return blocks
 
@@ -108,6 +106,7 @@ class BlockPool:
             return False
         self._index[block_hash] = block
         self._hashes[block] = block_hash
+        self.num_changes += 1
         return True
 
     def hash_of(self, block: int) -> bytes | None:
@@ -123,6 +122,8 @@ class BlockPool:
         if block_hash is not None:
             self._hashes[block] = None
             del self._index[block_hash]
+            self.num_changes += 1
+            self.num_cached -= not self._used[block]
 
     def restore(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Index free blocks of a worker's inventory, least recently used first."""
@@ -131,10 +132,11 @@ class BlockPool:
                 continue
             if block_hash in self._index:
                 continue
+            self._unlink(block)
             self._index[block_hash] = block
             self._hashes[block] = block_hash
-            self._unlink(block)
             self._link(block, self._previous[0], 0)
+            self.num_changes += 1
 
     def used_bitmap(self) -> bytes:
         """One bit a block, little-endian bit order, 1 = used."""
@@ -154,6 +156,7 @@ class BlockPool:
         assert self._references[0] == 0
         assert self._hashes[0] is None
         is_free = set(free)
+        assert self.num_cached == sum(block in is_free for block in self._index.values())
         for block in range(1, self.num_blocks):
             assert (self._references[block] == 0) == (block in is_free), block
             assert bool(self._used[block]) == (self._references[block] > 0), block
@@ -174,9 +177,11 @@ class BlockPool:
         self._next[before] = after
         self._previous[after] = before
         self.num_free -= 1
+        self.num_cached -= self._hashes[block] is not None
 
     def _link(self, block: int, before: int, after: int) -> None:
         self._previous[block], self._next[block] = before, after
         self._next[before] = block
         self._previous[after] = block
         self.num_free += 1
+        self.num_cached += self._hashes[block] is not None

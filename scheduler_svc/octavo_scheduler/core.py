@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 _SCAN_DEPTH = 32
 # How long requests wait for a worker when the cell has none left.
 _NO_WORKER_PATIENCE_S = 30.0
+# Taken for a worker's times before its first results: it may still warm up.
+_UNMEASURED_STEP_S, _UNMEASURED_TOKEN_S = 1.0, 0.01
 _LATENCY_PRESET_ITL_S = 0.05
 
 
@@ -81,6 +83,9 @@ class Member:
     state: WorkerState
     sink: PlanSink
     last_progress: float
+    last_step: int = 0
+    # It drains: rows that it holds may end, none is added.
+    is_leaving: bool = False
 
 
 class Cell:
@@ -292,7 +297,7 @@ class Cell:
         for member in self.members:
             while composer.may_plan(member.state, len(self.queue)):
                 started = perf_counter()
-                plan = self._compose(member.state)
+                plan = self._compose(member)
                 if plan is None:
                     break
                 if member.state.num_unread == 1:
@@ -301,6 +306,15 @@ class Cell:
                 self.metrics.plan_time.observe(perf_counter() - started)
                 if self.settings.check_integrity:
                     member.state.check_integrity()
+
+    def note_progress(
+        self, member: Member, step: int, *, is_running: bool, is_leaving: bool
+    ) -> None:
+        """What the worker says of itself; other phases than running are no hang."""
+        member.is_leaving |= is_leaving
+        if step > member.last_step or not is_running:
+            member.last_step = step
+            member.last_progress = self.clock()
 
     def find_hung(self, loop_lag_s: float) -> Member | None:
         """The worker that owes steps and was silent longest beyond its limit; one at a time."""
@@ -311,8 +325,8 @@ class Cell:
             if not state.owes_steps:
                 continue
             tokens = sum(plan.num_prefill_tokens for plan in state.in_flight)
-            predicted = (state.num_unread + 1) * state.cost.decode_s
-            predicted += tokens * state.cost.prefill_token_s
+            predicted = (state.num_unread + 1) * (state.cost.decode_s or _UNMEASURED_STEP_S)
+            predicted += tokens * (state.cost.prefill_token_s or _UNMEASURED_TOKEN_S)
             silence = now - member.last_progress
             if recovery.is_hung(silence, loop_lag_s, self.settings.hang_floor_s, predicted):
                 hung.append(member)
@@ -362,9 +376,10 @@ class Cell:
         self._forget_if_ended(request)
         self.on_change()
 
-    def _compose(self, worker: WorkerState) -> Plan | None:
+    def _compose(self, member: Member) -> Plan | None:
         """One plan for a worker that may take one; None if none is due."""
-        num_waiting = len(self.queue)
+        worker = member.state
+        num_waiting = 0 if member.is_leaving else len(self.queue)
         cover = composer.choose_cover(worker, num_waiting)
         is_due = composer.is_plan_due(worker, cover)
         if not (is_due or num_waiting or worker.prefilling):
@@ -420,13 +435,12 @@ class Cell:
 
     def _is_best(self, worker: WorkerState, sequence: Sequence) -> bool:
         """Whether the binding policy wants the sequence on this worker, which has room."""
-        if len(self.members) == 1:
+        states = [member.state for member in self.members if not member.is_leaving]
+        if len(states) == 1:
             return True
-        states = [member.state for member in self.members]
-        candidates = [
-            _candidate(state, sequence, has_room=True if state is worker else None)
-            for state in states
-        ]
+        # A worker that was not measured yet is taken to be as fast as the fastest.
+        rate = max(state.cost.prefill_tokens_per_s for state in states)
+        candidates = [_candidate(state, sequence, state is worker, rate) for state in states]
         budget_s = self.settings.affinity_budget_ms / 1000
         choice = binding.choose_worker(candidates, len(sequence.token_ids), budget_s)
         return choice is not None and states[choice] is worker
@@ -524,15 +538,16 @@ def _least(setting: int, own: int) -> int:
     return min(setting, own) if setting else own
 
 
-def _candidate(state: WorkerState, sequence: Sequence, has_room: bool | None) -> Candidate:
-    """A worker as the binding policy sees it."""
+def _candidate(
+    state: WorkerState, sequence: Sequence, has_room: bool, default_rate: float
+) -> Candidate:
+    """A worker as the binding policy sees it; `has_room` False: find out."""
     hits = state.find_hits(sequence)
-    if has_room is None:
-        has_room = bool(state.rows.num_free) and state.has_blocks_for(sequence, hits)
+    has_room = has_room or (bool(state.rows.num_free) and state.has_blocks_for(sequence, hits))
     return Candidate(
         hit_tokens=len(hits) * state.block_size,
         backlog_tokens=state.backlog_tokens,
-        tokens_per_s=state.cost.prefill_tokens_per_s,
+        tokens_per_s=state.cost.prefill_tokens_per_s or default_rate,
         wait_s=0.0 if has_room else state.wait_for_row_s(),
         num_rows=state.rows.num_held,
         fits=state.fits(sequence),

@@ -69,7 +69,9 @@ class MemoryLink:
         ran = self.has_step
         if ran:
             plan = self.plans.popleft() if self.plans else None
-            self._results.append(self.device.step(plan))
+            result = self.device.step(plan)
+            result.step_us = 1000
+            self._results.append(result)
         arrived: list[worker_pb2.StepResult] = []
         while self._results and (len(self._results) > self.delay or not ran):
             arrived.append(self._results.popleft())

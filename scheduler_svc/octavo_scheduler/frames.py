@@ -1,0 +1,181 @@
+"""Submissions and frames as messages: the session edge of the scheduler.
+
+Must not know: the cell's inside, streams. Entry points: `submission_from_proto`,
+`frame_to_proto`, `load_to_proto`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.blocks import HASH_BYTES
+from octavo.errors import InvalidRequestError, OctavoError
+from octavo.v1 import common_pb2, scheduler_pb2
+from octavo_scheduler.core import CancelReason
+from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
+from octavo_scheduler.plan import ModelSpec
+from octavo_scheduler.sequence import FinishReason, Resume, Submission
+
+_MAX_SEQUENCES = 128
+_FINISH_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_CANCEL_REASONS = {
+    scheduler_pb2.CANCEL_REASON_STOP: CancelReason.STOP,
+    scheduler_pb2.CANCEL_REASON_DEADLINE: CancelReason.DEADLINE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadNumbers:
+    """A cell's load; fields as in common.proto's Load."""
+
+    backlog_tokens: int
+    num_waiting: int
+    num_running: int
+    num_used_blocks: int
+    num_blocks: int
+    prefill_tokens_per_s: int
+    draining: bool
+
+
+def submission_from_proto(message: scheduler_pb2.Submit, model: ModelSpec) -> Submission:
+    """A checked submission; raises InvalidRequestError naming the field."""
+    num_tokens = _check_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
+    if num_tokens == 0:
+        raise InvalidRequestError("the prompt has no token; send at least one", param="prompt")
+    if len(message.root_hash) != HASH_BYTES:
+        raise InvalidRequestError(
+            f"root_hash has {len(message.root_hash)} bytes, not {HASH_BYTES}", param="root_hash"
+        )
+    hashes = message.block_hashes
+    expected = num_tokens // model.block_size * HASH_BYTES
+    if len(hashes) != expected:
+        raise InvalidRequestError(
+            f"block_hashes has {len(hashes)} bytes; {num_tokens} tokens in blocks of "
+            f"{model.block_size} make {expected}",
+            param="block_hashes",
+        )
+    if not 1 <= message.num_sequences <= _MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"num_sequences is {message.num_sequences}, not in 1 .. {_MAX_SEQUENCES}", param="n"
+        )
+    sampling = message.sampling
+    if sampling.max_tokens < 1:
+        raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+    _check_ids("stop_token_ids", sampling.stop_token_ids, None)
+    ending_ids = np.frombuffer(sampling.stop_token_ids, "<u4").tolist()
+    return Submission(
+        handle=message.handle,
+        request_id=message.request_id,
+        prompt_token_ids=message.prompt_token_ids,
+        root_hash=message.root_hash,
+        block_hashes=tuple(hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)),
+        sampling=sampling.SerializeToString(),
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ending_ids=frozenset(ending_ids),
+        num_sequences=message.num_sequences,
+        deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,
+        tenant=message.tenant,
+        priority=message.priority,
+        resumes=_resumes(message, model),
+    )
+
+
+def _resumes(message: scheduler_pb2.Submit, model: ModelSpec) -> tuple[Resume, ...]:
+    resumes: list[Resume] = []
+    for resume in message.resumes:
+        count = _check_ids("resumes", resume.delivered_token_ids, model.vocab_size)
+        is_new = all(resume.sequence_index != other.sequence_index for other in resumes)
+        if resume.sequence_index >= message.num_sequences or not is_new:
+            raise InvalidRequestError(
+                f"resumes names sequence {resume.sequence_index} of {message.num_sequences}",
+                param="resumes",
+            )
+        if count > message.sampling.max_tokens:
+            raise InvalidRequestError(
+                f"{count} tokens delivered exceed max_tokens {message.sampling.max_tokens}",
+                param="resumes",
+            )
+        resumes.append(Resume(resume.sequence_index, resume.delivered_token_ids, resume.finished))
+    return tuple(resumes)
+
+
+def _check_ids(name: str, packed: bytes, vocab_size: int | None) -> int:
+    """Number of packed u32 ids, all of them below `vocab_size`."""
+    if len(packed) % 4:
+        raise InvalidRequestError(f"{name} has {len(packed)} bytes: no packed u32", param=name)
+    ids = np.frombuffer(packed, "<u4")
+    if vocab_size is not None and ids.size and int(ids.max()) >= vocab_size:
+        raise InvalidRequestError(
+            f"{name} holds id {int(ids.max())}; ids end at {vocab_size - 1}", param=name
+        )
+    return ids.size
+
+
+def cancel_reason_from_proto(value: int) -> CancelReason:
+    return _CANCEL_REASONS.get(value, CancelReason.CLIENT)  # type: ignore[call-overload]
+
+
+def error_to_proto(error: OctavoError) -> common_pb2.Error:
+    message = common_pb2.Error(
+        code=error.kind.grpc_code, message=error.message, param=error.param or ""
+    )
+    if error.retry_after_ms is not None:
+        message.retry_after_ms = error.retry_after_ms
+    return message
+
+
+def load_to_proto(load: LoadNumbers) -> common_pb2.Load:
+    return common_pb2.Load(
+        backlog_tokens=load.backlog_tokens,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_used_blocks=load.num_used_blocks,
+        num_blocks=load.num_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        draining=load.draining,
+    )
+
+
+def frame_to_proto(frame: Frame, load: LoadNumbers) -> scheduler_pb2.SchedulerSessionResponse:
+    message = scheduler_pb2.SchedulerSessionResponse(load=load_to_proto(load))
+    for started in frame.started:
+        message.started.add(
+            handle=started.handle,
+            sequence_index=started.sequence_index,
+            num_cached_tokens=started.num_cached_tokens,
+            queue_ms=started.queue_ms,
+        )
+    if frame.tokens is not None:
+        _fill_tokens(message.tokens, frame.tokens)
+    for finished in frame.finished:
+        _fill_finished(message.finished.add(), finished)
+    for rejected in frame.rejected:
+        message.rejected.add(handle=rejected.handle, error=error_to_proto(rejected.error))
+    return message
+
+
+def _fill_tokens(message: scheduler_pb2.TokenBatch, tokens: TokenFrame) -> None:
+    message.handles = tokens.handles.astype("<u8", copy=False).tobytes()
+    message.sequence_indexes = tokens.indexes.astype("<u4", copy=False).tobytes()
+    message.counts = tokens.counts.astype("<u4", copy=False).tobytes()
+    message.token_ids = tokens.token_ids.astype("<u4", copy=False).tobytes()
+    for token_index, logprobs in sorted(tokens.logprobs.items()):
+        message.logprobs.add(token_index=token_index, logprobs=logprobs)
+
+
+def _fill_finished(message: scheduler_pb2.Finished, finished: FinishedNote) -> None:
+    message.handle = finished.handle
+    message.sequence_index = finished.sequence_index
+    message.reason = _FINISH_REASONS[finished.reason]
+    message.num_tokens = finished.num_tokens
+    message.num_preemptions = finished.num_preemptions
+    message.num_moves = finished.num_moves
+    if finished.error is not None:
+        message.error.CopyFrom(error_to_proto(finished.error))

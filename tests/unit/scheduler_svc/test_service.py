@@ -1,0 +1,433 @@
+"""The real scheduler process over real gRPC: fake workers below, a raw session above."""
+
+import asyncio
+import itertools
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from octavo import WIRE_VERSION
+from octavo.blocks import BlockHashRoot, chain
+from octavo.serving import open_channel
+from octavo.settings import SchedulerSettings
+from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from octavo_scheduler.service import SchedulerProcess
+from tests.fakes.fake_device import FakeSize, expected_tokens, salt_of
+from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.simulated_cell import prompt_of, sampling_of
+
+ROOT = BlockHashRoot("fake", "r1", 16, "fake").digest()
+REPOSITORY = Path(__file__).parents[3]
+
+
+@dataclass
+class Flight:
+    """A request on a session, and what came back by sequence index."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, scheduler_pb2.Finished] = field(default_factory=dict)
+    rejected: scheduler_pb2.Rejected | None = None
+    num_sequences: int = 1
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_over(self) -> bool:
+        return self.rejected is not None or len(self.finished) == self.num_sequences
+
+    async def over(self) -> None:
+        await self.until(lambda: self.is_over)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+
+class TestSession:
+    """A router's side of one session."""
+
+    __test__ = False
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.flights: dict[int, Flight] = {}
+        self.load = common_pb2.Load()
+        self.num_frames = 0
+        self.welcome = scheduler_pb2.SessionWelcome()
+        self._handles = itertools.count(1)
+        self._reader: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        hello = scheduler_pb2.SessionHello(wire_version=WIRE_VERSION, router_id="test")
+        await self.call.write(scheduler_pb2.SchedulerSessionRequest(hello=hello))
+        self.welcome = (await self.call.read()).welcome
+        self._reader = asyncio.create_task(self._read())
+
+    async def close(self) -> None:
+        self.call.cancel()
+        assert self._reader is not None
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        num_sequences: int = 1,
+        seed: int | None = None,
+        **changes: Any,
+    ) -> Flight:
+        handle = next(self._handles)
+        flight = self.flights[handle] = Flight(num_sequences=num_sequences)
+        ids = np.array(prompt, np.uint32)
+        sampling = sampling_of(seed)
+        sampling.max_tokens = max_tokens
+        fields: dict[str, Any] = {
+            "handle": handle,
+            "prompt_token_ids": ids.tobytes(),
+            "root_hash": ROOT,
+            "block_hashes": b"".join(chain(ROOT, ids, 16)),
+            "sampling": sampling,
+            "num_sequences": num_sequences,
+        }
+        submit = scheduler_pb2.Submit(**{**fields, **changes})
+        await self.call.write(scheduler_pb2.SchedulerSessionRequest(submit=submit))
+        return flight
+
+    async def cancel(self, flight: Flight) -> None:
+        handle = next(handle for handle, other in self.flights.items() if other is flight)
+        cancel = scheduler_pb2.Cancel(handle=handle, reason=scheduler_pb2.CANCEL_REASON_CLIENT)
+        await self.call.write(scheduler_pb2.SchedulerSessionRequest(cancel=cancel))
+
+    async def _read(self) -> None:
+        while (frame := await self.call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            self.num_frames += 1
+            self.load = frame.load
+            batch = frame.tokens
+            num = len(batch.handles) // 8
+            handles = struct.unpack(f"<{num}Q", batch.handles)
+            indexes = struct.unpack(f"<{num}I", batch.sequence_indexes)
+            counts = struct.unpack(f"<{num}I", batch.counts)
+            ids = list(np.frombuffer(batch.token_ids, "<u4"))
+            assert len(set(zip(handles, indexes, strict=True))) == num, "one entry a sequence"
+            for handle, index, count in zip(handles, indexes, counts, strict=True):
+                flight = self.flights[handle]
+                flight.tokens.setdefault(index, []).extend(map(int, ids[:count]))
+                del ids[:count]
+                flight.changed.set()
+            for finished in frame.finished:
+                flight = self.flights[finished.handle]
+                assert finished.sequence_index not in flight.finished
+                flight.finished[finished.sequence_index] = finished
+                flight.changed.set()
+            for rejected in frame.rejected:
+                self.flights[rejected.handle].rejected = rejected
+                self.flights[rejected.handle].changed.set()
+
+
+@asynccontextmanager
+async def scheduler(
+    *workers: str, **changes: Any
+) -> AsyncIterator[tuple[SchedulerProcess, scheduler_pb2_grpc.SchedulerStub]]:
+    settings = SchedulerSettings(
+        **{"port": 0, "workers": tuple(workers), "check_integrity": True, **changes}
+    )
+    process = SchedulerProcess(settings)
+    await process.start()
+    try:
+        async with open_channel(f"127.0.0.1:{process.port}") as channel:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            while not len(process.cell.members) == len(workers):
+                await asyncio.sleep(0.01)
+            yield process, stub
+    finally:
+        await process.stop()
+
+
+@asynccontextmanager
+async def session(stub: scheduler_pb2_grpc.SchedulerStub) -> AsyncIterator[TestSession]:
+    test_session = TestSession(stub.Session())
+    await test_session.begin()
+    try:
+        yield test_session
+    finally:
+        await test_session.close()
+
+
+@asynccontextmanager
+async def fake_workers(num: int, **changes: Any) -> AsyncIterator[list[FakeWorker]]:
+    workers = [FakeWorker(worker_id=f"w{i}", **changes) for i in range(num)]
+    for worker in workers:
+        await worker.start()
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            await worker.stop()
+            assert not worker.device.violations
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(limited())
+
+
+def is_quiet(process: SchedulerProcess) -> bool:
+    cell = process.cell
+    owes = any(m.state.owes_steps or m.state.leaving for m in cell.members)
+    return not (cell.requests or cell.num_running or cell.num_used_blocks or owes)
+
+
+def test_crowd_siblings_and_bad_frames_share_a_session() -> None:
+    async def test() -> None:
+        async with fake_workers(1) as workers, scheduler(workers[0].address) as (process, stub):
+            async with session(stub) as router:
+                assert router.welcome.model.name == "fake"
+                prompts = [prompt_of(5 + 17 * i, seed=i) for i in range(20)]
+                flights = [await router.submit(p, 30) for p in prompts]
+                bad = await router.submit(prompt_of(20), 5, block_hashes=b"x")
+                empty = await router.submit([], 5)
+                foreign = await router.submit([99_999_999], 5)
+                siblings = await router.submit(prompt_of(40), 20, num_sequences=3, seed=5)
+                await asyncio.gather(*(f.over() for f in (*flights, siblings, bad, empty, foreign)))
+                for prompt, flight in zip(prompts, flights, strict=True):
+                    assert flight.tokens[0] == expected_tokens(prompt, 30)
+                    assert flight.finished[0].reason == common_pb2.FINISH_REASON_LENGTH
+                for index in range(3):
+                    salt = salt_of(sampling_of(5), index)
+                    assert siblings.tokens[index] == expected_tokens(prompt_of(40), 20, salt=salt)
+                for flight, param in ((bad, "block_hashes"), (empty, "prompt")):
+                    assert flight.rejected is not None
+                    assert flight.rejected.error.param == param
+                assert foreign.rejected is not None
+                assert foreign.rejected.error.code == 3
+                assert router.load.num_blocks == 1023
+            await until(lambda: is_quiet(process))
+
+    run(test)
+
+
+def test_describe_watch_and_gauges_agree() -> None:
+    async def test() -> None:
+        async with fake_workers(2) as workers:
+            addresses = [worker.address for worker in workers]
+            async with scheduler(*addresses) as (process, stub), session(stub) as router:
+                flight = await router.submit(prompt_of(40), 3000)
+                await flight.until(lambda: bool(flight.tokens))
+                described = await stub.Describe(scheduler_pb2.SchedulerDescribeRequest())
+                assert {worker.worker_id for worker in described.workers} == {"w0", "w1"}
+                assert sorted(worker.num_rows for worker in described.workers) == [0, 1]
+                assert described.load.num_running == 1
+                assert described.max_request_tokens == 8192
+                watch = stub.Watch(scheduler_pb2.SchedulerWatchRequest(interval_ms=100))
+                picture = (await watch.read()).picture_json
+                assert b'"num_running": 1' in picture
+                watch.cancel()
+                value = process.metrics.registry.get_sample_value
+                assert value("octavo_num_requests_running") == 1
+                await router.cancel(flight)
+                await flight.over()
+                await until(lambda: is_quiet(process))
+                assert value("octavo_num_requests_running") == 0
+
+    run(test)
+
+
+def test_lost_session_frees_everything() -> None:
+    async def test() -> None:
+        async with fake_workers(1, step_s=0.002) as workers:
+            async with scheduler(workers[0].address) as (process, stub):
+                async with session(stub) as router:
+                    flights = [await router.submit(prompt_of(30, seed=i), 900) for i in range(8)]
+                    await flights[7].until(lambda: len(flights[7].tokens.get(0, [])) > 5)
+                await until(lambda: is_quiet(process))
+                await until(lambda: workers[0].device.num_live_rows == 0)
+                value = process.metrics.registry.get_sample_value
+                assert value("octavo_sequence_outcomes_total", {"outcome": "cancelled"}) == 8
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+def test_lost_worker_loses_no_token(how: str) -> None:
+    async def test() -> None:
+        async with fake_workers(2, step_s=0.003) as workers:
+            addresses = [worker.address for worker in workers]
+            async with scheduler(*addresses, hang_floor_s=0.5) as (process, stub):
+                async with session(stub) as router:
+                    prompts = [prompt_of(20 + 5 * i, seed=i) for i in range(20)]
+                    flights = [await router.submit(p, 120, seed=i) for i, p in enumerate(prompts)]
+                    for flight in flights:
+                        await flight.until(lambda flight=flight: len(flight.tokens.get(0, [])) > 9)
+                    assert all(worker.device.num_live_rows for worker in workers)
+                    if how == "killed":
+                        await workers[0].stop()
+                    else:
+                        workers[0].freeze()
+                    await asyncio.gather(*(flight.over() for flight in flights))
+                    for i, (prompt, flight) in enumerate(zip(prompts, flights, strict=True)):
+                        salt = salt_of(sampling_of(i), 0)
+                        assert flight.tokens[0] == expected_tokens(prompt, 120, salt=salt)
+                        assert flight.finished[0].num_tokens == 120
+                    assert sum(flight.finished[0].num_moves for flight in flights) > 0
+                await until(lambda: is_quiet(process))
+
+    run(test)
+
+
+def test_worker_that_comes_back_brings_its_cache() -> None:
+    async def test() -> None:
+        async with fake_workers(1) as workers, scheduler(workers[0].address) as (process, stub):
+            async with session(stub) as router:
+                prompt = prompt_of(100)
+                await (await router.submit(prompt, 5)).over()
+                await until(lambda: len(workers[0].device.sealed) >= 6)
+                lost = process.cell.members[0]
+                next(iter(process.links.values())).break_off(loss_of_stream())
+                await until(lambda: bool(process.cell.members) and lost not in process.cell.members)
+                assert workers[0].epoch == 2
+                again = await router.submit(prompt, 5)
+                await again.over()
+                assert again.tokens[0] == expected_tokens(prompt, 5)
+                value = process.metrics.registry.get_sample_value
+                assert value("octavo_prefix_cache_hits_total") == 96
+
+    run(test)
+
+
+def loss_of_stream() -> Any:
+    from octavo_scheduler.recovery import Loss
+
+    return Loss.CRASH
+
+
+def test_deadline_passes_while_running() -> None:
+    async def test() -> None:
+        async with fake_workers(1, step_s=0.01) as workers:
+            async with scheduler(workers[0].address) as (process, stub), session(stub) as router:
+                flight = await router.submit(prompt_of(30), 5000, deadline_ms=300)
+                await flight.over()
+                assert flight.finished[0].reason == common_pb2.FINISH_REASON_DEADLINE
+                assert 0 < len(flight.tokens[0]) < 60
+                await until(lambda: is_quiet(process))
+
+    run(test)
+
+
+def test_drain_finishes_what_it_can_and_ends_the_rest() -> None:
+    async def test() -> None:
+        async with fake_workers(1, step_s=0.005) as workers:
+            async with scheduler(workers[0].address) as (process, stub), session(stub) as router:
+                short = await router.submit(prompt_of(30), 30)
+                long = await router.submit(prompt_of(30, seed=2), 4000)
+                await long.until(lambda: bool(long.tokens))
+                draining = asyncio.create_task(process.drain(1.0))
+                await until(lambda: process.cell.is_draining)
+                late = await router.submit(prompt_of(20), 5)
+                await late.over()
+                assert late.rejected is not None
+                assert late.rejected.error.code == 14
+                assert await draining == 1
+                await asyncio.gather(short.over(), long.over())
+                assert short.tokens[0] == expected_tokens(prompt_of(30), 30)
+                assert long.finished[0].reason == common_pb2.FINISH_REASON_ERROR
+                assert long.finished[0].error.code == 14
+
+    run(test)
+
+
+def test_released_worker_can_be_led_by_another_at_once() -> None:
+    async def test() -> None:
+        async with fake_workers(1) as workers:
+            async with scheduler(workers[0].address):
+                assert workers[0].leader_id
+            assert workers[0].leader_id == ""
+            async with scheduler(workers[0].address) as (_, stub), session(stub) as router:
+                flight = await router.submit(prompt_of(20), 5)
+                await flight.over()
+                assert flight.tokens[0] == expected_tokens(prompt_of(20), 5)
+
+    run(test)
+
+
+def test_another_model_is_not_led() -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            small, large = FakeWorker(worker_id="a"), FakeWorker(FakeSize(block_size=32))
+            for worker in (small, large):
+                await worker.start()
+                stack.push_async_callback(worker.stop)
+            async with scheduler(small.address) as (process, _):
+                process._lead(large.address)
+                await asyncio.sleep(0.5)
+                assert [member.state.worker_id for member in process.cell.members] == ["a"]
+                assert large.leader_id == ""
+
+    run(test)
+
+
+def test_idle_cell_sends_no_plan() -> None:
+    async def test() -> None:
+        async with fake_workers(1) as workers, scheduler(workers[0].address) as (process, stub):
+            async with session(stub) as router:
+                await (await router.submit(prompt_of(40), 20)).over()
+                await until(lambda: is_quiet(process))
+                await asyncio.sleep(0.1)
+                before = (workers[0].num_plans, workers[0].device.last_step, router.num_frames)
+                await asyncio.sleep(0.5)
+                after = (workers[0].num_plans, workers[0].device.last_step, router.num_frames)
+                assert after == before
+
+    run(test)
+
+
+def test_process_is_ready_and_ends_at_sigterm(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*command: str, ready: str) -> str:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=REPOSITORY,
+        )
+        processes.append(process)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if ready in line:
+                return line.strip().rsplit(" ", 1)[1]
+        raise AssertionError("the process ended before it was ready")
+
+    try:
+        worker = start("tests.fakes.fake_worker", ready="ready: worker on")
+        arguments = ("--port", "0", "--workers", worker)
+        start("octavo_scheduler", *arguments, ready="ready: scheduler on")
+        processes[1].send_signal(signal.SIGTERM)
+        assert processes[1].wait(timeout=20) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
