@@ -7,6 +7,7 @@ variable. Must not know: any service. Entry points: `add_arguments`, `load`.
 """
 
 import argparse
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -70,6 +71,8 @@ def _check(item: Field[Any], value: Any) -> None:
     variable = environment_name(item.name)
     if value is None:
         return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigurationError(f"{variable}={value}: must be finite", param=item.name)
     if limits["choices"] and value not in limits["choices"]:
         allowed = ", ".join(map(str, limits["choices"]))
         raise ConfigurationError(f"{variable}={value!r}: must be one of {allowed}", param=item.name)
