@@ -96,7 +96,10 @@ class Stack:
 
     async def watch(self) -> None:
         """Return never; raise when a service can't be kept running."""
-        await asyncio.gather(*self._tasks)
+        # Not gather: cancelling the watch must not cancel what it watches.
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
 
     async def stop(self) -> None:
         """Drain: router first, then scheduler, workers, Valkey."""
