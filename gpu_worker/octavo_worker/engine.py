@@ -127,11 +127,12 @@ class Engine:
                 )
 
     def reset(self) -> "Future[Inventory]":
-        """A new epoch, once the queued plans have run: all rows are freed.
+        """A new epoch, once the queued plans have run: all rows are freed. Detach first.
 
         The result lists the sealed blocks, least recently used first.
         """
         with self._changed:
+            assert self._sink is None
             if self._reset is None:
                 self._reset = Future()
             self._changed.notify()
@@ -167,7 +168,7 @@ class Engine:
             if self._is_closed:
                 return False
             self._is_busy = True
-            has_launch = self._plans or (self._can_repeat() and self._reset is None)
+            has_launch = self._plans or self._can_repeat()
             is_launch = has_launch and runner.num_in_flight < self._max_in_flight
             plan, arrived_ns = self._plans.popleft() if is_launch and self._plans else (None, None)
         if is_launch:

@@ -18,7 +18,9 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowEvent, RowFault, Sampling
+from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowEvent, RowFault
+
+NO_LOGPROBS = -1
 
 
 class RowState(IntEnum):
@@ -50,7 +52,9 @@ class StepWork:
     max_context_decode: int
     entry_rows: I64  # [E]
     entry_generations: I64  # [E]
-    samplings: tuple[Sampling, ...]  # [E]
+    logprob_counts: I64  # [E] alternatives wanted, NO_LOGPROBS = none at all
+    all_greedy: bool
+    any_filter: bool
     written_blocks: I64
 
     @property
@@ -92,7 +96,9 @@ class RowBook:
         self._max_total = np.zeros(shape, np.int64)
         self._num_blocks = np.zeros(shape, np.int64)
         self._block_table = np.zeros((limits.num_rows, limits.max_blocks_per_row), np.int64)
-        self._samplings: list[Sampling] = [Sampling()] * limits.num_rows
+        self._is_greedy = np.zeros(shape, np.bool_)
+        self._has_filter = np.zeros(shape, np.bool_)
+        self._logprob_counts = np.zeros(shape, np.int64)
 
     def clear(self) -> None:
         """Free all rows."""
@@ -146,7 +152,10 @@ class RowBook:
         self._max_total[add.row] = add.max_total_tokens
         self._num_blocks[add.row] = len(add.block_ids)
         self._block_table[add.row, : len(add.block_ids)] = add.block_ids
-        self._samplings[add.row] = add.sampling
+        self._is_greedy[add.row] = add.sampling.is_greedy
+        self._has_filter[add.row] = add.sampling.has_filter
+        wanted = add.sampling.logprobs
+        self._logprob_counts[add.row] = NO_LOGPROBS if wanted is None else wanted
         return True
 
     def _problem_of(self, add: RowAdd) -> str | None:
@@ -253,7 +262,9 @@ class RowBook:
             max_context_decode=int(positions.max(initial=-1)) + 1,
             entry_rows=entry_rows,
             entry_generations=self._generation[entry_rows],
-            samplings=tuple(self._samplings[row] for row in entry_rows),
+            logprob_counts=self._logprob_counts[entry_rows],
+            all_greedy=bool(self._is_greedy[entry_rows].all()),
+            any_filter=bool(self._has_filter[entry_rows].any()),
             written_blocks=np.concatenate(written),
         )
         self._num_computed[decode_rows] += 1

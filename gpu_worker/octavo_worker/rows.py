@@ -96,7 +96,7 @@ class RowTensors:
         self.block_table[rows, indices] = block_ids.to(torch.int32)
 
     def sampling_tensors(
-        self, rows: torch.Tensor, positions: torch.Tensor, samplings: Sequence[Sampling]
+        self, rows: torch.Tensor, positions: torch.Tensor, *, all_greedy: bool, any_filter: bool
     ) -> SamplingTensors:
         """Parameters of `rows` (int64 [E]) that draw the tokens at `positions` (int64 [E])."""
         return SamplingTensors(
@@ -107,8 +107,8 @@ class RowTensors:
             seed=self.seed[rows],
             position=positions,
             sequence_index=self.sequence_index[rows],
-            all_greedy=all(sampling.is_greedy for sampling in samplings),
-            any_filter=any(sampling.has_filter for sampling in samplings),
+            all_greedy=all_greedy,
+            any_filter=any_filter,
         )
 
     def advance(

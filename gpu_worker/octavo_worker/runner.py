@@ -21,7 +21,7 @@ from octavo_worker.backends.base import Backend
 from octavo_worker.logprobs import gather_logprobs
 from octavo_worker.pending_step import Draw, PendingStep
 from octavo_worker.plan import Plan, RowFault, StepOutcome
-from octavo_worker.row_book import RowBook, RowLimits, StepWork
+from octavo_worker.row_book import NO_LOGPROBS, RowBook, RowLimits, StepWork
 from octavo_worker.rows import RowTensors
 from octavo_worker.sealed_blocks import SealedBlocks
 from octavo_worker.step_inputs import build_step_inputs
@@ -172,17 +172,19 @@ class Runner:
         was_live[:num_last] = True
         logits = self._model.logits(self._entries(work, inputs, hidden))
         is_finite = logits.sum(dim=-1).isfinite()
-        params = self._rows.sampling_tensors(rows, positions, work.samplings)
+        params = self._rows.sampling_tensors(
+            rows, positions, all_greedy=work.all_greedy, any_filter=work.any_filter
+        )
         tokens = self._backend.sample(logits, params)
         events = self._rows.advance(rows, positions, tokens, was_live, is_finite)
-        wanted = [i for i, s in enumerate(work.samplings) if s.logprobs is not None]
-        counts = [work.samplings[i].logprobs or 0 for i in wanted]
+        wanted = np.flatnonzero(work.logprob_counts != NO_LOGPROBS)
+        counts = work.logprob_counts[wanted].tolist()
         logprobs = None
-        if wanted:
-            index = self._rows.upload(np.array(wanted, np.int64))
+        if counts:
+            index = self._rows.upload(wanted)
             logprobs = gather_logprobs(logits[index], tokens[index], max(counts))
         packed = torch.stack([tokens, events])
-        return Draw(self._to_host(packed), wanted, counts, logprobs)
+        return Draw(self._to_host(packed), wanted.tolist(), counts, logprobs)
 
     def _entries(self, work: StepWork, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states [E, hidden size] that tokens are drawn from."""
