@@ -143,7 +143,9 @@ class CommonSettings:
 
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
     redis_url: str = setting(
-        "", "Redis for discovery and usage (redis://, rediss://); empty = none", secret=True
+        "",
+        "Redis (redis, rediss, unix, redis+sentinel, redis+cluster URL); empty = none",
+        secret=True,
     )
     fleet: str = setting("default", "name of the fleet (one model) in Redis keys")
     drain_grace_s: float = setting(30.0, "seconds to finish work after SIGTERM", minimum=0)
