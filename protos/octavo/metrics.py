@@ -4,9 +4,12 @@ One class per service, built once by its entry point on a registry of its own. N
 and no tenant is ever a label. Must not know: any service.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 # Fine enough for inter-token times of 1 ms, wide enough for a minute's queue.
@@ -20,6 +23,28 @@ STEP_BUCKETS_S = (
 )
 # Every accepted request ends in exactly one of these.
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "rejected", "error")
+
+
+class Tally(Collector):
+    """A histogram for what happens once per token: plain counts, rendered when scraped.
+
+    An `observe` costs a tenth of Histogram's, which locks three times; so one thread only.
+    """
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
+        self._name, self._text = name, text
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        bounds = [*map(str, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
 
 
 class _Metrics:
@@ -36,6 +61,11 @@ class _Metrics:
         self, name: str, text: str, buckets: Sequence[float] = LATENCY_BUCKETS_S
     ) -> Histogram:
         return Histogram(f"octavo_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _tally(self, name: str, text: str) -> Tally:
+        tally = Tally(f"octavo_{name}", text, LATENCY_BUCKETS_S)
+        self.registry.register(tally)
+        return tally
 
     def add_collector(self, collector: Collector) -> None:
         """Values computed at scrape time."""
@@ -61,12 +91,10 @@ class RouterMetrics(_Metrics):
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From request to its first token"
         )
-        self.inter_token = self._histogram(
+        self.inter_token = self._tally(
             "inter_token_latency_seconds", "Between the frames of a sequence, per token"
         )
-        self.request_latency = self._histogram(
-            "request_latency_seconds", "From request to its end"
-        )
+        self.request_latency = self._histogram("request_latency_seconds", "From request to its end")
         self.tokenize_time = self._histogram(
             "tokenize_seconds", "Rendering and tokenizing a prompt"
         )

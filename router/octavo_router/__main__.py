@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import gc
 import logging
 import sys
 
@@ -24,7 +23,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"octavo router: {error}", file=sys.stderr)
         return 2
     setup_logging("router", settings.log_level)
-    gc.freeze()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run_router(settings))

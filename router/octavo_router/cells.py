@@ -91,12 +91,21 @@ def _anchor(block_hashes: Sequence[bytes], block_size: int) -> bytes:
 
 
 def _leading_run(cell: Cell, block_hashes: Sequence[bytes]) -> int:
-    """Blocks from the start that the cell holds by its filter."""
-    if cell.holds is None:
+    """Blocks from the start that the cell holds by its filter.
+
+    Caches lose a chain from its end, so "holds block i" is taken to be monotone and its border
+    found by doubling, then halving: O(log blocks) lookups.
+    """
+    holds = cell.holds
+    if holds is None or not block_hashes or not holds(block_hashes[0]):
         return 0
-    run = 0
-    for block_hash in block_hashes:
-        if not cell.holds(block_hash):
-            break
-        run += 1
-    return run
+    held, step = 0, 1
+    while held + step < len(block_hashes) and holds(block_hashes[held + step]):
+        held += step
+        step *= 2
+    # The border lies in [held, missing): held is held, missing is not or doesn't exist.
+    missing = min(held + step, len(block_hashes))
+    while missing - held > 1:
+        middle = (held + missing) // 2
+        held, missing = (middle, missing) if holds(block_hashes[middle]) else (held, middle)
+    return held + 1

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.errors import AuthenticationError, OctavoError
 from octavo_router.auth import KeyRing
 from octavo_router.requests import clean_request_id
+from octavo_router.sse import SERVER_SEND
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
@@ -72,6 +73,7 @@ class Edge:
                 tenant = self._keys.authenticate([v for k, v in headers if k == b"authorization"])
                 scope["octavo.tenant"] = tenant
             scope["octavo.request_id"] = request_id
+            scope[SERVER_SEND] = send
             await self.app(scope, receive, send_extra)
         except OctavoError as error:
             await _send_error(send_extra, error)

@@ -4,7 +4,7 @@ A flight is one Submit (one prompt, n sequences). The session's reader appends w
 and wakes the consumer; the consumer reads at its own pace. What is buffered between the two is
 token ids only, at most `max_tokens` per sequence, and they are kept anyway: they are what a
 re-submit to another scheduler must name. So a slow client costs bounded memory and never
-stalls a session. Must not know: the wire, text, HTTP. Entry points: `Flight`, `Wakeup`.
+stalls a session. Must not know: the wire, text, HTTP. Entry points: `Flight`, `Inbox`.
 """
 
 import asyncio
@@ -75,23 +75,29 @@ class PromptOrder:
     deadline: float | None
 
 
-class Wakeup:
-    """Wakes one waiting task; a wake-up before the wait is not lost."""
+class Inbox:
+    """What a request's flights have for its one consumer: sequences with news, or an error.
 
-    __slots__ = ("_is_set", "_waiter")
+    A wake-up before the wait is not lost.
+    """
+
+    __slots__ = ("_is_set", "_waiter", "changed", "error")
 
     def __init__(self) -> None:
+        # Each sequence at most once, in order of its first unread news.
+        self.changed: list[SequenceState] = []
+        self.error: OctavoError | None = None
         self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def set(self) -> None:
+    def wake(self) -> None:
         self._is_set = True
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return once `set` was called since the last return."""
+        """Return once `wake` was called since the last return."""
         if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -104,7 +110,7 @@ class Wakeup:
 class SequenceState:
     """What arrived of one sequence. `finish` is set once; no id arrives after it."""
 
-    __slots__ = ("finish", "flight", "index", "is_dirty", "logprobs", "token_ids")
+    __slots__ = ("finish", "flight", "has_news", "index", "logprobs", "token_ids")
 
     def __init__(self, flight: "Flight", index: int) -> None:
         self.flight = flight
@@ -112,7 +118,7 @@ class SequenceState:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish | None = None
-        self.is_dirty = False
+        self.has_news = False
 
 
 class Carrier(Protocol):
@@ -126,16 +132,16 @@ class Carrier(Protocol):
 class Flight:
     """One prompt's sequences, from submit to the last finish.
 
-    `dirty` (shared by the flights of a request) lists sequences with unread news. `is_over` is
-    true when nothing more is wanted: all finished, failed or abandoned.
+    `inbox` is shared by the flights of a request. `is_over` is true when nothing more is wanted:
+    all finished, failed or abandoned.
     """
 
     __slots__ = (
         "carrier",
-        "dirty",
-        "error",
         "handle",
+        "inbox",
         "is_abandoned",
+        "is_failed",
         "is_quiet",
         "num_cached_tokens",
         "num_moves",
@@ -143,27 +149,24 @@ class Flight:
         "order",
         "sequences",
         "tried_cells",
-        "wakeup",
     )
 
     def __init__(
         self,
         order: PromptOrder,
-        dirty: list[SequenceState],
-        wakeup: Wakeup,
+        inbox: Inbox,
         *,
         is_quiet: bool = False,
     ) -> None:
         self.order = order
-        self.dirty = dirty
-        self.wakeup = wakeup
+        self.inbox = inbox
         # Only the first ids and the end wake the consumer; it wants nothing between.
         self.is_quiet = is_quiet
         self.sequences = [SequenceState(self, i) for i in range(order.num_sequences)]
         self.num_unfinished = order.num_sequences
         # None until a first row started: the prompt's hits, not raised by a later move.
         self.num_cached_tokens: int | None = None
-        self.error: OctavoError | None = None
+        self.is_failed = False
         self.is_abandoned = False
         self.carrier: Carrier | None = None
         self.handle = 0
@@ -172,13 +175,13 @@ class Flight:
 
     @property
     def is_over(self) -> bool:
-        return self.is_abandoned or self.error is not None or self.num_unfinished == 0
+        return self.is_abandoned or self.is_failed or self.num_unfinished == 0
 
     def start(self, num_cached_tokens: int) -> None:
         """A sequence got its first row."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_cached_tokens
-            self.wakeup.set()
+            self.inbox.wake()
 
     def deliver(self, index: int, token_ids: list[int]) -> None:
         """New ids of a sequence; dropped when the answer is complete already."""
@@ -187,11 +190,11 @@ class Flight:
             return
         is_worth_waking = not self.is_quiet or not sequence.token_ids
         sequence.token_ids += token_ids
-        if not sequence.is_dirty:
-            sequence.is_dirty = True
-            self.dirty.append(sequence)
+        if not sequence.has_news:
+            sequence.has_news = True
+            self.inbox.changed.append(sequence)
         if is_worth_waking:
-            self.wakeup.set()
+            self.inbox.wake()
 
     def deliver_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> None:
         """One entry per id of the `deliver` that follows."""
@@ -206,16 +209,17 @@ class Flight:
             return
         sequence.finish = finish
         self.num_unfinished -= 1
-        if not sequence.is_dirty:
-            sequence.is_dirty = True
-            self.dirty.append(sequence)
-        self.wakeup.set()
+        if not sequence.has_news:
+            sequence.has_news = True
+            self.inbox.changed.append(sequence)
+        self.inbox.wake()
 
     def fail(self, error: OctavoError) -> None:
-        """The whole flight is lost; the first error counts."""
+        """The flight is lost, and its request with it; the first error counts."""
         if not self.is_over:
-            self.error = error
-            self.wakeup.set()
+            self.is_failed = True
+            self.inbox.error = self.inbox.error or error
+            self.inbox.wake()
 
     def stop(self, index: int, num_kept: int) -> None:
         """The router found a stop string: the sequence keeps `num_kept` ids."""

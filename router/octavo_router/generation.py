@@ -8,7 +8,7 @@ Entry points: `Generation.news`, `Generation.wait_admitted`, `Generation.close`.
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from octavo.errors import CancelledError, DeadlineError, OctavoError
 from octavo_router.detokenizer import Detokenizer
@@ -16,9 +16,9 @@ from octavo_router.flights import (
     CancelReason,
     Finish,
     Flight,
+    Inbox,
     SequenceState,
     TokenLogprob,
-    Wakeup,
 )
 from octavo_router.outcomes import RequestRecord
 from octavo_router.stop_strings import StopStrings
@@ -106,16 +106,14 @@ class Generation:
     def __init__(
         self,
         flights: Sequence[Flight],
-        wakeup: Wakeup,
-        dirty: list[SequenceState],
+        inbox: Inbox,
         tokenizer: Tokenizer,
         stop: tuple[str, ...],
         record: RequestRecord,
         deadline: float | None,
     ) -> None:
         self.flights = flights
-        self._wakeup = wakeup
-        self._dirty = dirty
+        self._inbox = inbox
         self._record = record
         stops = StopStrings(stop)
         sequences = [sequence for flight in flights for sequence in flight.sequences]
@@ -124,7 +122,6 @@ class Generation:
             for index, sequence in enumerate(sequences)
         }
         self._num_unfinished = len(sequences)
-        self._error: OctavoError | None = None
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._deadline = deadline
@@ -143,7 +140,7 @@ class Generation:
 
     def nudge(self) -> None:
         """Make a waiting `news` return, with nothing if there is nothing."""
-        self._wakeup.set()
+        self._inbox.wake()
 
     def cancel(self) -> None:
         """The client left: stop the work, and let `news` raise."""
@@ -156,11 +153,11 @@ class Generation:
         )
 
     def _abort(self, error: OctavoError, reason: CancelReason) -> None:
-        if self._error is None and not self._is_closed:
-            self._error = error
+        if self._inbox.error is None and not self._is_closed:
+            self._inbox.error = error
             self._record.fail(error)
             self._abandon(reason)
-            self._wakeup.set()
+            self._inbox.wake()
 
     def _abandon(self, reason: CancelReason) -> None:
         for flight in self.flights:
@@ -174,25 +171,28 @@ class Generation:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    self._raise_if_lost()
+                    if self._inbox.error is not None:
+                        self._raise_lost(self._inbox.error)
                     if all(flight.num_cached_tokens is not None for flight in self.flights):
                         break
-                    await self._wakeup.wait()
+                    await self._inbox.wait()
         except TimeoutError:
             pass
-        self._wakeup.set()
+        self._inbox.wake()
 
     async def news(self) -> list[Delta]:
         """Wait, then what is new of each choice. Raises OctavoError when the request is lost."""
-        await self._wakeup.wait()
-        self._raise_if_lost()
-        if not self._dirty:
+        await self._inbox.wait()
+        inbox = self._inbox
+        if inbox.error is not None:
+            self._raise_lost(inbox.error)
+        if not inbox.changed:
             return []
-        changed, num_tokens = self._dirty[:], 0
-        self._dirty.clear()
+        changed, inbox.changed = inbox.changed, []
+        num_tokens = 0
         deltas: list[Delta] = []
         for sequence in changed:
-            sequence.is_dirty = False
+            sequence.has_news = False
             delta = self._choices[sequence].advance()
             num_tokens += len(delta.token_ids)
             if delta.finish is not None:
@@ -204,12 +204,10 @@ class Generation:
             self._record.finish([s.finish for s in self._choices if s.finish is not None])
         return deltas
 
-    def _raise_if_lost(self) -> None:
-        error = self._error or next((f.error for f in self.flights if f.error), None)
-        if error is not None:
-            self._record.fail(error)
-            self._abandon(CancelReason.CLIENT)
-            raise error
+    def _raise_lost(self, error: OctavoError) -> NoReturn:
+        self._record.fail(error)
+        self._abandon(CancelReason.CLIENT)
+        raise error
 
     def usage(self) -> Usage:
         """Counts so far; final once `is_finished`."""

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import ContextLengthError, InvalidRequestError
-from octavo_router.flights import Flight, PromptOrder, ResolvedSampling, SequenceState, Wakeup
+from octavo_router.flights import Flight, Inbox, PromptOrder, ResolvedSampling
 from octavo_router.generation import Generation
 from octavo_router.outcomes import RequestRecord
 from octavo_router.requests import ChatPrompt, GenerateRequest, IdsPrompt, Prompt
@@ -75,8 +75,7 @@ class Pipeline:
         started_at = time.perf_counter()
         prepared = await self._in_thread(self._prepare, request.prompts, model, tenant)
         record.prompt(sum(len(ids) for ids, _ in prepared), time.perf_counter() - started_at)
-        wakeup = Wakeup()
-        dirty: list[SequenceState] = []
+        inbox = Inbox()
         flights: list[Flight] = []
         for position, (token_ids, hashes) in enumerate(prepared):
             order = PromptOrder(
@@ -91,11 +90,9 @@ class Pipeline:
                 deadline=deadline,
             )
             is_quiet = not request.is_stream and not sampling.stop
-            flights.append(Flight(order, dirty, wakeup, is_quiet=is_quiet))
+            flights.append(Flight(order, inbox, is_quiet=is_quiet))
         # Every prompt is good: only now anything leaves.
-        generation = Generation(
-            flights, wakeup, dirty, self.tokenizer, sampling.stop, record, deadline
-        )
+        generation = Generation(flights, inbox, self.tokenizer, sampling.stop, record, deadline)
         try:
             for flight in flights:
                 self.sessions.submit(flight)

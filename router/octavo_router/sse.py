@@ -23,6 +23,8 @@ from octavo_router.generation import Delta, Generation, Usage
 log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 MAX_STALL_S = 60.0
+# Key of the ASGI scope under which the outermost layer keeps the server's own `send`.
+SERVER_SEND = "octavo.server_send"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = (
@@ -113,14 +115,17 @@ class EventStream(Response):
         self._generation = generation
         self._frames = frames
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         watcher = asyncio.create_task(cancel_on_disconnect(receive, generation))
         pulse = _Pulse(generation)
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            await self._write_all(send, pulse)
+            # The layers between here and the server do nothing to a body but cost: frames skip
+            # their `send`s, and in a task of its own a wake-up skips their stacked coroutines.
+            direct: Send = scope.get(SERVER_SEND, send)
+            await asyncio.create_task(self._write_all(direct, pulse))
         finally:
             pulse.stop()
             watcher.cancel()

@@ -5,6 +5,7 @@ Must not know: how requests are answered. Entry point: `run_router`.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import socket
@@ -100,6 +101,8 @@ async def serve_doors(service: Service) -> None:
             settings.host,
             grpc_port,
         )
+        # What was built so far stays: no collection needs to look at it again.
+        gc.freeze()
         announce_ready(port=http_port, grpc_port=grpc_port)
         await wait_for_signal()
         log.info("draining: new requests are refused, running ones finish")

@@ -139,3 +139,21 @@ def test_successors() -> None:
         assert heir == successor([name for name in names if name != lost], lost)
     assert successor(["a"], "a") is None
     assert len({successor(names, f"cell-{i}") for i in range(5, 60)}) == 5
+
+
+@given(st.integers(0, 200), st.integers(1, 200))
+def test_the_run_is_found_wherever_it_ends(num_held: int, num_blocks: int) -> None:
+    block_hashes = prompt(9, num_blocks * BLOCK)
+    lookups: list[bytes] = []
+
+    def holds(block_hash: bytes) -> bool:
+        lookups.append(block_hash)
+        return block_hash in block_hashes[:num_held]
+
+    choice = choose_cell([Cell("a", holds=holds), Cell("b")], block_hashes, BLOCK)
+    assert choice is not None
+    if choice.cell_id == "a":
+        assert choice.hit_blocks == min(num_held, num_blocks)
+    else:
+        assert num_held == 0
+    assert len(lookups) <= 2 * num_blocks.bit_length() + 1

@@ -16,11 +16,10 @@ from octavo_router.flights import (
     CancelReason,
     Finish,
     Flight,
+    Inbox,
     PromptOrder,
     ResolvedSampling,
-    SequenceState,
     TokenLogprob,
-    Wakeup,
 )
 from octavo_router.generation import Delta, Generation
 from octavo_router.outcomes import RequestRecord
@@ -61,15 +60,14 @@ class Bench:
             tenant="",
             deadline=None,
         )
-        dirty: list[SequenceState] = []
-        wakeup = Wakeup()
+        inbox = Inbox()
         self.metrics = RouterMetrics(CollectorRegistry())
-        self.flight = Flight(order, dirty, wakeup, is_quiet=options.get("is_quiet", False))
+        self.flight = Flight(order, inbox, is_quiet=options.get("is_quiet", False))
         self.carrier = Carrier()
         self.flight.carrier = self.carrier
         record = RequestRecord(self.metrics, Endpoint.COMPLETIONS)
         self.generation = Generation(
-            [self.flight], wakeup, dirty, ByteTokenizer(), stop, record, options.get("deadline")
+            [self.flight], inbox, ByteTokenizer(), stop, record, options.get("deadline")
         )
 
     async def news(self) -> list[Delta]:
