@@ -1,5 +1,6 @@
 """The one readable log of `octavo serve`: a prefix per process, colours on a terminal."""
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ from rich.text import Text
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
 _NAME_WIDTH = 10
+# As `octavo.serving.setup_logging` writes it: time, level, service, logger, message.
+_INFO_RECORD = re.compile(r"(?P<time>\d\d:\d\d:\d\d) INFO +\w+ [\w.]+: (?P<message>.*)")
 
 
 class Console:
@@ -24,13 +27,12 @@ class Console:
 
     def log(self, name: str, line: str) -> None:
         """One line of the process `name`."""
+        line = _shortened(line)
         style = _line_style(line)
         if self._is_quiet and not style:
             return
         colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
-        text = Text(f"{name:<{_NAME_WIDTH}}", style=colour)
-        text.append("│ ", style="dim")
-        text.append(line, style=style)
+        text = Text.assemble((f"{name:<{_NAME_WIDTH}}", colour), ("│ ", "dim"), (line, style))
         self._out.print(text)
 
     def say(self, line: str, *, is_bad: bool = False) -> None:
@@ -54,6 +56,12 @@ class Console:
         """What is being waited for."""
         if self._status is not None:
             self._status.update(text)
+
+
+def _shortened(line: str) -> str:
+    """A service's INFO record without what the prefix says already; other lines as they are."""
+    record = _INFO_RECORD.fullmatch(line)
+    return f"{record['time']} {record['message']}" if record else line
 
 
 def _line_style(line: str) -> str:

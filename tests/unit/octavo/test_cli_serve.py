@@ -1,16 +1,21 @@
 """octavo.cli.serve, ports and devices: what is asked for, what is refused, what is printed."""
 
 import json
+import logging
+import re
 import shlex
 import socket
+from collections.abc import Iterator
 
 import pytest
 
+from octavo.cli.console import Console
 from octavo.cli.devices import visible_devices, worker_environments, workers_per_device
 from octavo.cli.ports import check_port_is_free, free_ports
 from octavo.cli.serve import parse_options, ready_text
 from octavo.cli.stack import Endpoints
 from octavo.errors import ConfigurationError
+from octavo.serving import setup_logging
 
 
 def test_the_defaults_serve_the_demo_model() -> None:
@@ -109,3 +114,40 @@ def test_the_closing_block_has_a_command_that_a_shell_reads_back() -> None:
     assert "127.0.0.1:8001" in text
     assert "Authorization" not in text
     assert "Bearer $OCTAVO_API_KEY" in ready_text(endpoints, needs_key=True)
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    """`setup_logging` replaces the root logger's handlers: put them back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def _logged(capsys: pytest.CaptureFixture[str], *, is_quiet: bool) -> list[str]:
+    """What the console prints of records that the services' own logging wrote."""
+    setup_logging("worker", "debug")
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        logging.getLogger("octavo_worker.kv_cache").log(level, "100 [blocks] fit")
+    records = capsys.readouterr().err.splitlines()
+    console = Console(is_quiet=is_quiet)
+    for line in (*records, "Traceback (most recent call last):"):
+        console.log("worker-0", line)
+    # The time is whatever it is.
+    return [
+        re.sub(r"\d\d:\d\d:\d\d", "TIME", line) for line in capsys.readouterr().err.splitlines()
+    ]
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_the_log_has_one_prefix_a_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _logged(capsys, is_quiet=False) == [
+        "worker-0  │ TIME 100 [blocks] fit",
+        "worker-0  │ TIME WARNING worker octavo_worker.kv_cache: 100 [blocks] fit",
+        "worker-0  │ TIME ERROR   worker octavo_worker.kv_cache: 100 [blocks] fit",
+        "worker-0  │ Traceback (most recent call last):",
+    ]
+    quiet = _logged(capsys, is_quiet=True)
+    assert [line.split()[3] for line in quiet] == ["WARNING", "ERROR"]
