@@ -134,8 +134,10 @@ def _paged_decode_kernel(
         row_max, row_sum, acc = attend_tile(
             query, k, v, True, row_max, row_sum, acc, scale_log2, True
         )
-    if full_end < end:
-        token = full_end + tl.arange(0, TILE)
+    # At most one tile. A loop rather than an `if`: its loads are pipelined too, and the dots keep
+    # the first loop's registers (float32 would spill otherwise).
+    for tile in range(full_end, end, TILE):
+        token = tile + tl.arange(0, TILE)
         k, v = load_kv(
             k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, False
         )
@@ -202,7 +204,10 @@ def work_list_launch(
         kernel=_work_list_kernel,
         grid=(num_items,),
         args=(work.items, work.item_offsets, context_lens, num_rows, num_items - num_rows),
-        constants={"MIN_CHUNK": min_chunk, "ROWS_PAD": max(_MIN_ROWS_PAD, next_power_of_2(num_rows))},
+        constants={
+            "MIN_CHUNK": min_chunk,
+            "ROWS_PAD": max(_MIN_ROWS_PAD, next_power_of_2(num_rows)),
+        },
         num_warps=4,
     )
 
@@ -234,6 +239,14 @@ def decode_work_list(
     return work
 
 
+def _tile(dtype: torch.dtype, head_dim_padded: int) -> tuple[int, int]:
+    """(TILE, num_stages). Block table -> key is a chain of two loads, so about half the stages
+    buffer keys. float32 uses no tensor cores: its products live in registers."""
+    if dtype == torch.float32:
+        return 16, 2
+    return (32, 5) if head_dim_padded > 128 else (64, 5)
+
+
 def paged_decode_launches(
     out: Tensor,
     partial_out: Tensor,
@@ -249,7 +262,7 @@ def paged_decode_launches(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     head_dim_padded = next_power_of_2(head_dim)
-    is_wide = head_dim_padded * q.element_size() > 256  # bytes of one head's key
+    tile, num_stages = _tile(q.dtype, head_dim_padded)
     attend = Launch(
         kernel=_paged_decode_kernel,
         grid=(work.items.shape[0], num_kv_heads),
@@ -265,10 +278,10 @@ def paged_decode_launches(
             "B": block_size,
             "D_PAD": head_dim_padded,
             "ROWS": _ROWS,
-            "TILE": 32 if is_wide else 64,
+            "TILE": tile,
         },
         num_warps=4,
-        num_stages=3,
+        num_stages=num_stages,
     )
     merge = Launch(
         kernel=_merge_kernel,

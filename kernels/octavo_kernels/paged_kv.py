@@ -107,7 +107,9 @@ def gather_kv(cache: Tensor, block_table_row: Tensor, num_tokens: int) -> Tensor
     return tokens[:num_tokens].float()
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, first_position: int, scale: float) -> Tensor:
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, first_position: int, scale: float
+) -> Tensor:
     """Causal attention in float32: q [L, H, D] at positions first_position.., k and v [P, K, D]."""
     group_size = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)

@@ -11,6 +11,8 @@ pair, so keys are shared by a group whatever its size. Tiles of keys that all it
 first and without a mask, then those on the diagonal.
 """
 
+from itertools import pairwise
+
 import torch
 import triton
 import triton.language as tl
@@ -95,18 +97,13 @@ def _paged_prefill_kernel(
     tl.store(target, result.to(query.dtype), mask=mask)
 
 
-class _Tiles:
-    """Rows, keys, warps and stages by what a key takes: (ROWS, TILE, num_warps, num_stages)."""
-
-    HALF = (128, 64, 8, 3)
-    HALF_WIDE = (64, 64, 8, 2)  # head dim 256
-    FLOAT = (32, 32, 4, 2)  # no tensor cores: the products live in registers
-
-
 def _tiles(dtype: torch.dtype, head_dim_padded: int) -> tuple[int, int, int, int]:
+    """(ROWS, TILE, num_warps, num_stages), chosen to keep sm_80 and sm_90 from spilling."""
     if dtype == torch.float32:
-        return _Tiles.FLOAT
-    return _Tiles.HALF_WIDE if head_dim_padded > 128 else _Tiles.HALF
+        return 16, 16, 4, 2  # no tensor cores: the products live in registers
+    if head_dim_padded > 128:
+        return 64, 32, 8, 2
+    return 128, 32 if head_dim_padded > 64 else 64, 8, 3
 
 
 def paged_prefill_launch(
@@ -188,7 +185,7 @@ def paged_prefill_reference(
     scale: float,
 ) -> Tensor:
     borders = cu_seqlens_q.tolist()
-    assert max(b - a for a, b in zip(borders, borders[1:], strict=False)) <= max_seqlen_q
+    assert max(b - a for a, b in pairwise(borders)) <= max_seqlen_q
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for chunk, length in enumerate(context_lens.tolist()):
         start, end = borders[chunk], borders[chunk + 1]

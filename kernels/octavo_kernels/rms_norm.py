@@ -102,9 +102,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(RMSNorm(x + residual), x + residual), both [..., hidden]; the inputs are kept."""
     _check(x, weight)
     assert residual.shape == x.shape, (residual.shape, x.shape)

@@ -62,9 +62,7 @@ def _race(
             key = logit
         else:
             e = exponentials(seed, start // 4, position, sequence_index, draw_round, TILE // 4)
-            key = tl.where(
-                logit > pivot, tl.div_rn(logit, temperature) - log32(e), float("-inf")
-            )
+            key = tl.where(logit > pivot, tl.div_rn(logit, temperature) - log32(e), float("-inf"))
         is_better = key > best
         best = tl.where(is_better, key, best)
         best_token = tl.where(is_better, token, best_token)

@@ -1,0 +1,45 @@
+"""Paged attention, decode and prefill, in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import checks
+from tests.kernels.cases import attention_factors, case_id, pairwise
+
+pytestmark = pytest.mark.interpreter
+
+# Not bfloat16: the interpreter computes it silently wrong.
+CASES = pairwise(attention_factors((torch.float16, torch.float32)), count=24)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_paged_decode(case: dict[str, Any]) -> None:
+    checks.check_paged_decode(case, "cpu", min_chunk=48, long=150)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_paged_prefill(case: dict[str, Any]) -> None:
+    block_size = case["block_size"]
+    ragged = [(0, 1), (5, 0), (0, block_size + 1), (block_size, block_size), (70, 2), (31, 45)]
+    checks.check_paged_prefill(case, "cpu", ragged)
+
+
+def test_prefill_over_several_programs_of_one_query_head() -> None:
+    case = {
+        "head_dim": 64,
+        "group_size": 1,
+        "num_kv_heads": 1,
+        "block_size": 16,
+        "dtype": torch.float16,
+    }
+    checks.check_paged_prefill(case, "cpu", [(3, 130), (16, 129)])
+
+
+def test_offsets_beyond_32_bits() -> None:
+    checks.check_far_caches(torch.float16, "cpu")
+
+
+def test_work_list_covers_every_token_once() -> None:
+    checks.check_work_list("cpu")

@@ -1,0 +1,43 @@
+"""Norms, SwiGLU and rope with the cache write, in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import checks
+from tests.kernels.cases import case_id, elementwise_factors, pairwise, rope_factors
+
+pytestmark = pytest.mark.interpreter
+
+# Not bfloat16: the interpreter computes it silently wrong.
+DTYPES = (torch.float16, torch.float32)
+ELEMENTWISE = pairwise(elementwise_factors(DTYPES), count=24)
+
+
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=case_id)
+def test_rms_norm(case: dict[str, Any]) -> None:
+    checks.check_rms_norm(case, "cpu")
+
+
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=case_id)
+def test_add_rms_norm(case: dict[str, Any]) -> None:
+    checks.check_add_rms_norm(case, "cpu")
+
+
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=case_id)
+def test_silu_mul(case: dict[str, Any]) -> None:
+    checks.check_silu_mul(case, "cpu")
+
+
+@pytest.mark.parametrize("case", pairwise(rope_factors(DTYPES), count=24), ids=case_id)
+def test_rope_and_cache(case: dict[str, Any]) -> None:
+    checks.check_rope_and_cache(case, "cpu")
+
+
+def test_offsets_beyond_32_bits() -> None:
+    checks.check_far_rows("cpu")
+
+
+def test_empty_inputs_launch_nothing() -> None:
+    checks.check_empty_inputs("cpu")

@@ -1,0 +1,38 @@
+"""The sampler and its random numbers, in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import checks, draws
+from tests.kernels.cases import case_id, pairwise, sample_factors
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize("case", pairwise(sample_factors(), count=24), ids=case_id)
+def test_sample(case: dict[str, Any]) -> None:
+    checks.check_sample(case, "cpu", num_rows=3)
+
+
+def test_bad_rows_are_marked_and_alone() -> None:
+    checks.check_bad_rows("cpu")
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    checks.check_batch_invariance("cpu")
+
+
+def test_exponentials_are_those_of_the_specification() -> None:
+    draws.check_exponentials("cpu")
+
+
+def test_exponentials_are_accurate_at_the_edges() -> None:
+    draws.check_edges("cpu")
+
+
+def test_flat_draws_are_uniform() -> None:
+    tokens = checks.draw_many(torch.zeros(8), 160, "cpu")
+    # 99.9 % quantile of chi-square with 7 degrees of freedom.
+    assert checks.chi_square(tokens, torch.full((8,), 1 / 8)) < 24.3
