@@ -166,7 +166,7 @@ def test_a_killed_worker_comes_back_and_ctrl_c_drains_in_order(
     assert _gone(pids)
     assert served.log_lines[-1].endswith("stopped\n")
     # Each says so when its turn comes, which is when the one before has ended.
-    drained = [line.split()[0] for line in served.log_lines if ": draining" in line]
+    drained = re.findall(r"^([\w-]+) +│ [\d:]+ draining", served.log, re.MULTILINE)
     assert [name.rstrip("-01") for name in drained] == ["router", "scheduler", "worker", "worker"]
     # Nobody took the end of another for a crash.
     assert served.log.count("again in") == 1
