@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigurationError, OctavoError
 from octavo.metrics import WorkerMetrics
 from octavo.registry import Registry, WorkerRecord, open_registry
 from octavo.serving import GrpcServer, announce_ready, setup_logging, wait_for_signal
@@ -108,7 +108,7 @@ class _Process:
         settings = self._settings
         metrics_port = settings.metrics_port
         if metrics_port:
-            start_http_server(metrics_port, settings.host, self._metrics.registry)
+            _serve_metrics(settings, self._metrics)
         self._record = WorkerRecord(
             worker_id=self._worker_id,
             address=f"{_reachable(settings.host)}:{port}",
@@ -173,6 +173,16 @@ def _in_thread(function: Callable[[], ResultT]) -> "asyncio.Future[ResultT]":
 
     threading.Thread(target=call, name=_LOAD_THREAD, daemon=True).start()
     return asyncio.wrap_future(future)
+
+
+def _serve_metrics(settings: WorkerSettings, metrics: WorkerMetrics) -> None:
+    try:
+        start_http_server(settings.metrics_port, settings.host, metrics.registry)
+    except OSError as error:
+        raise ConfigurationError(
+            f"OCTAVO_METRICS_PORT={settings.metrics_port}: can't listen: {error}",
+            param="metrics_port",
+        ) from error
 
 
 def _reachable(host: str) -> str:

@@ -63,7 +63,7 @@ class StepStream:
     async def _read(self) -> None:
         while True:
             message = await self._context.read()
-            if message is END_OF_STREAM:
+            if message is END_OF_STREAM or self._superseded.is_set():
                 return
             self._leadership.hear(self._epoch, time.monotonic())
             kind = message.WhichOneof("message")

@@ -1,5 +1,6 @@
 """A bare leader of one worker: attaches, sends what a test says, collects what comes back."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
@@ -94,6 +95,14 @@ class LeaderClient:
 
     async def describe(self) -> worker_pb2.WorkerDescribeResponse:
         return await self.stub.Describe(worker_pb2.WorkerDescribeRequest(), wait_for_ready=True)
+
+    async def until_not_led(self) -> None:
+        """Wait for the worker to notice that its leader is gone."""
+        for _ in range(2000):
+            if not (await self.describe()).leader_id:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("still led")
 
     async def attach(
         self,

@@ -30,7 +30,7 @@ class _Gather:
     # int64 [S' * K * blocks], into the cache seen as [N * K, B * D]
     index: torch.Tensor
     unused: torch.Tensor  # int64 [n], slots past the contexts, of the S' * K * L gathered ones
-    mask: torch.Tensor  # bool, broadcastable to [S', K, queries, L]; True = attend
+    mask: torch.Tensor  # added to the scores, broadcastable to [S', heads, queries, L]
 
 
 class CpuBackend:
@@ -87,13 +87,12 @@ class CpuBackend:
         inputs: StepInputs,
         scale: float,
     ) -> torch.Tensor:
-        self._index_step(inputs, q, k_cache)
+        self._index_step(inputs, k_cache)
         outputs: list[torch.Tensor] = []
         bounds = inputs.cu_seqlens_q.tolist()
         for start, end, gather in zip(bounds, bounds[1:], self._prefill, strict=False):
-            chunk = _group_heads(q[start:end].transpose(0, 1)[None], k_cache.shape[1])
-            out = _attend(chunk, k_cache, v_cache, gather, scale)
-            outputs.append(out.reshape(q.shape[1], end - start, -1).transpose(0, 1))
+            chunk = q[start:end].transpose(0, 1)[None]
+            outputs.append(_attend(chunk, k_cache, v_cache, gather, scale)[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def decode_attention(
@@ -104,7 +103,7 @@ class CpuBackend:
         inputs: StepInputs,
         scale: float,
     ) -> torch.Tensor:
-        self._index_step(inputs, q, k_cache)
+        self._index_step(inputs, k_cache)
         output = torch.zeros_like(q)
         for gather in self._decode:
             rows = q[gather.rows].unflatten(1, (k_cache.shape[1], -1))
@@ -115,12 +114,12 @@ class CpuBackend:
     def sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
         return sampling.sample(logits, params)
 
-    def _index_step(self, inputs: StepInputs, q: torch.Tensor, cache: torch.Tensor) -> None:
+    def _index_step(self, inputs: StepInputs, cache: torch.Tensor) -> None:
         if inputs is self._inputs:
             return
         self._inputs = inputs
         self._decode = _index_decode(inputs, cache)
-        self._prefill = _index_prefill(inputs, cache, q.shape[1] // cache.shape[1])
+        self._prefill = _index_prefill(inputs, cache)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -135,23 +134,19 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
 
 
-def _group_heads(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[1, H, Tq, D] as [1, K, G * Tq, D]: the query heads of a kv head become its queries."""
-    return q.reshape(1, num_kv_heads, -1, q.shape[-1])
-
-
 def _attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, gather: _Gather, scale: float
 ) -> torch.Tensor:
-    """Attention of q [S', K, queries, D] over gathered contexts; the same shape."""
-    num_rows, num_kv_heads = q.shape[:2]
-    shape = (num_rows, num_kv_heads, -1, q.shape[-1])
+    """Attention of q [S', K or H, queries, D] over gathered contexts; the same shape."""
+    shape = (q.shape[0], k_cache.shape[1], -1, q.shape[-1])
     k = k_cache.flatten(0, 1).flatten(1).index_select(0, gather.index)
     v = v_cache.flatten(0, 1).flatten(1).index_select(0, gather.index)
     k.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
     v.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
     k, v = k.view(shape), v.view(shape)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=gather.mask, scale=scale)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=gather.mask, scale=scale, enable_gqa=True
+    )
 
 
 def _index(block_table: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -159,6 +154,11 @@ def _index(block_table: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     num_kv_heads = cache.shape[1]
     heads = torch.arange(num_kv_heads)
     return (block_table.long()[:, None, :] * num_kv_heads + heads[None, :, None]).flatten()
+
+
+def _mask(is_seen: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """0 where `is_seen`, else -inf; made once a step, where a bool is converted in each layer."""
+    return torch.zeros(is_seen.shape, dtype=cache.dtype).masked_fill_(~is_seen, -torch.inf)
 
 
 def _unused(is_used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -187,13 +187,13 @@ def _index_decode(inputs: StepInputs, cache: torch.Tensor) -> list[_Gather]:
                 rows=rows,
                 index=_index(inputs.decode_block_table[rows, :num_blocks], cache),
                 unused=_unused(is_used, cache),
-                mask=is_used[:, None, None, :],
+                mask=_mask(is_used[:, None, None, :], cache),
             )
         )
     return gathers
 
 
-def _index_prefill(inputs: StepInputs, cache: torch.Tensor, group: int) -> list[_Gather]:
+def _index_prefill(inputs: StepInputs, cache: torch.Tensor) -> list[_Gather]:
     block_size = cache.shape[2]
     bounds: list[int] = inputs.cu_seqlens_q.tolist()
     lens: list[int] = inputs.prefill_context_lens.tolist()
@@ -203,13 +203,13 @@ def _index_prefill(inputs: StepInputs, cache: torch.Tensor, group: int) -> list[
         num_blocks = -(-length // block_size)
         columns = torch.arange(num_blocks * block_size)
         queries = torch.arange(length - num_tokens, length)
-        is_seen = columns[None, :] <= queries.repeat(group)[:, None]
+        is_seen = columns[None, :] <= queries[:, None]
         gathers.append(
             _Gather(
                 rows=torch.tensor([chunk]),
                 index=_index(inputs.prefill_block_table[chunk : chunk + 1, :num_blocks], cache),
                 unused=_unused((columns < length)[None], cache),
-                mask=is_seen[None, None],
+                mask=_mask(is_seen[None, None], cache),
             )
         )
     return gathers

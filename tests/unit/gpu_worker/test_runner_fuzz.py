@@ -23,7 +23,11 @@ torch.set_num_threads(1)
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 4, 24, 16
 MOST_TOKENS = 30
 MODEL = TinyPagedModel()
+PROMPT_LENS = (1, 15, 16, 40)
 PROMPTS = [
+    [(13 * i + 7 * j * j) % VOCAB_SIZE for j in range(length)]
+    for i, length in enumerate(PROMPT_LENS)
+]
     [(13 * i + 7 * j * j) % VOCAB_SIZE for j in range(n)] for i, n in enumerate((1, 15, 16, 40))
 ]
 

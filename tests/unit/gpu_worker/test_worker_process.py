@@ -182,3 +182,47 @@ def test_a_signal_while_loading_ends_the_process(tiny_folder: Path, tmp_path: Pa
             time.sleep(0.01)
         worker.process.send_signal(signal.SIGTERM)
         assert worker.wait() == 0
+
+
+def test_a_metrics_port_that_is_taken_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with worker_process(tiny_folder, tmp_path, "--metrics-port", str(port)) as worker:
+            assert worker.wait() == 2
+            assert f"OCTAVO_METRICS_PORT={port}: can't listen" in worker.log()
+
+
+LEADER = """
+import asyncio, sys
+from tests.fakes.leader_client import LeaderClient
+
+async def main():
+    client = LeaderClient(sys.argv[1], "doomed")
+    steps = await client.lead()
+    print("leading", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_leader_frees_the_worker_at_once(tiny_folder: Path, tmp_path: Path) -> None:
+    async def attach(address: str) -> int:
+        async with leader_client(address, "next") as client, asyncio.timeout(30):
+            await client.until_not_led()
+            attached, _ = await client.attach(1)
+            return attached.epoch
+
+    # Silence alone would take ten minutes.
+    flags = ("--num-kv-blocks", "16", "--leader-silence-s", "600")
+    with worker_process(tiny_folder, tmp_path, *flags) as worker:
+        command = [sys.executable, "-c", LEADER, worker.address()]
+        leader = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+        assert leader.stdout is not None
+        with leader.stdout:
+            assert leader.stdout.readline() == b"leading\n"
+            leader.kill()
+            leader.wait()
+        assert asyncio.run(attach(worker.address())) == 2

@@ -73,14 +73,6 @@ async def serving(silence_s: float = 60.0, *, is_loaded: bool = True) -> AsyncGe
     assert worker.fatal == []
 
 
-async def until_not_led(client: LeaderClient) -> None:
-    for _ in range(1000):
-        if not (await client.describe()).leader_id:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("still led")
-
-
 async def fails(call: Awaitable[object], code: grpc.StatusCode) -> str:
     """The details of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -193,7 +185,7 @@ def test_after_a_broken_stream_the_rows_are_cleared_and_sealed_blocks_listed() -
         await steps.read_steps(32)
         steps.call.cancel()
         async with leader_client(worker.address, "s2") as other:
-            await until_not_led(other)
+            await other.until_not_led()
             # The tail of the row's prefix is worth the least.
             attached, inventory = await other.attach(1)
             assert attached.epoch == 2
