@@ -57,7 +57,7 @@ class RedisServer:
         arguments: tuple[str, ...] = (),
     ) -> None:
         self._binary = binary
-        self._options = dict(options or {})
+        self.options = dict(options or {})
         self._config = config
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,7 +81,7 @@ class RedisServer:
             options |= {"save": "", "appendonly": "no"}
         else:
             (self._folder / "server.conf").write_text(self._config)
-        options |= self._options
+        options |= self.options
         command = [self._binary]
         if self._config is not None:
             command.append(str(self._folder / "server.conf"))

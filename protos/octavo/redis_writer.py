@@ -26,8 +26,8 @@ class _Entry:
 
     state: State
     unwritten_since: float | None
-    # A newer owner's state is there; tried again at every renewal.
-    is_refused: bool = False
+    # Refused in a row: a newer owner's state is there. Tried again at every renewal.
+    num_refusals: int = 0
     is_withdrawn: bool = False
 
 
@@ -121,7 +121,7 @@ class StateWriter:
         for item in sent:
             if item.is_withdrawal:
                 item.state.queue_withdrawal(pipeline)
-            elif item.entry.unwritten_since is not None or item.entry.is_refused:
+            elif item.entry.unwritten_since is not None or item.entry.num_refusals:
                 item.state.queue_write(pipeline)
             else:
                 item.state.queue_renewal(pipeline)
@@ -134,7 +134,7 @@ class StateWriter:
         entry = sent.entry
         if isinstance(result, Exception):
             # Not written: the next renewal tries again.
-            if entry.unwritten_since is None and not entry.is_refused:
+            if entry.unwritten_since is None and not entry.num_refusals:
                 entry.unwritten_since = sent_at
             return
         if sent.is_withdrawal:
@@ -142,20 +142,21 @@ class StateWriter:
                 self._entries.pop(entry.state.key, None)
             return
         outcome = sent.state.outcome(result)
-        if outcome is Outcome.REFUSED and not entry.is_refused:
-            logger.warning(
-                "another process holds %s: this one's state isn't shown", entry.state.key
-            )
-        entry.is_refused = outcome is Outcome.REFUSED
+        if outcome is Outcome.REFUSED:
+            entry.num_refusals += 1
+            entry.unwritten_since = None
+            # The first may be a worker's new boot that its leader saw before its record.
+            if entry.num_refusals == 2:
+                logger.warning("%s is held by a newer process; ours isn't shown", entry.state.key)
+            return
+        entry.num_refusals = 0
         if outcome is Outcome.ABSENT:
             self._mark_unwritten(entry)
-        elif entry.state is sent.state or entry.is_refused:
-            entry.unwritten_since = None
         else:
-            entry.unwritten_since = sent_at
+            entry.unwritten_since = None if entry.state is sent.state else sent_at
 
     def _mark_unwritten(self, entry: _Entry) -> None:
-        if entry.is_refused and not entry.is_withdrawn:
+        if entry.num_refusals and not entry.is_withdrawn:
             return
         if entry.unwritten_since is None:
             entry.unwritten_since = time.monotonic()

@@ -352,6 +352,22 @@ def test_many_changes_share_one_pipeline_and_idle_states_cost_a_renewal(
     asyncio.run(run())
 
 
+def test_two_living_processes_of_one_name_are_told_apart_and_warned_about(
+    shared_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        backend = Backend(shared_server.url, uuid.uuid4().hex)
+        async with backend.running(2) as (older, newer):
+            newer.announce_worker(worker(address="newer:1"))
+            await eventually(older.workers, (worker(address="newer:1"),))
+            older.announce_worker(worker(address="older:1"))
+            await always(older.workers, (worker(address="newer:1"),), during_s=1.0)
+            assert older.lag_s() == 0.0
+
+    asyncio.run(run())
+    assert len([line for line in caplog.messages if "held by a newer process" in line]) == 1
+
+
 def test_closing_takes_a_second_at_most_though_redis_is_frozen(server: RedisServer) -> None:
     async def run() -> None:
         async with teller_and_reader(server.url) as (_, reader):
