@@ -28,8 +28,6 @@ PROMPTS = [
     [(13 * i + 7 * j * j) % VOCAB_SIZE for j in range(length)]
     for i, length in enumerate(PROMPT_LENS)
 ]
-    [(13 * i + 7 * j * j) % VOCAB_SIZE for j in range(n)] for i, n in enumerate((1, 15, 16, 40))
-]
 
 
 @lru_cache
