@@ -22,13 +22,17 @@ DEFAULT_PREFILL_TOKENS_PER_S = 4096
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One scheduler as the choice sees it. `holds`: its filter's membership test, if known."""
+    """One scheduler as the choice sees it.
+
+    `leading_run`: how many of some block hashes, from the first, its filter holds; None = no
+    filter is known.
+    """
 
     cell_id: str
     backlog_tokens: int = 0
     prefill_tokens_per_s: int = 0
     is_draining: bool = False
-    holds: Callable[[bytes], bool] | None = None
+    leading_run: Callable[[Sequence[bytes]], int] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -47,7 +51,10 @@ class CellChoice(NamedTuple):
 def choose_cell(
     cells: Sequence[Cell], block_hashes: Sequence[bytes], block_size: int
 ) -> CellChoice | None:
-    """The cell for a prompt with these block hashes; None if every cell is draining."""
+    """The cell for a prompt with these block hashes; None if every cell is draining.
+
+    With filters about 0.3 us a block and cell: call it in a thread.
+    """
     open_cells = [cell for cell in cells if not cell.is_draining]
     if not open_cells:
         return None
@@ -57,7 +64,10 @@ def choose_cell(
         least = min(open_cells, key=lambda cell: (cell.backlog_tokens, cell.cell_id))
         return CellChoice(least.cell_id, 0, False)
     anchor = _anchor(block_hashes, block_size)
-    runs = {cell.cell_id: _leading_run(cell, block_hashes) for cell in open_cells}
+    runs = {
+        cell.cell_id: 0 if cell.leading_run is None else cell.leading_run(block_hashes)
+        for cell in open_cells
+    }
     ranked = sorted(
         open_cells,
         key=lambda cell: (runs[cell.cell_id], rendezvous_weight(cell.cell_id, anchor)),
@@ -88,24 +98,3 @@ def _anchor(block_hashes: Sequence[bytes], block_size: int) -> bytes:
         if len(block_hashes) * block_size >= num_tokens:
             return block_hashes[num_tokens // block_size - 1]
     return block_hashes[-1]
-
-
-def _leading_run(cell: Cell, block_hashes: Sequence[bytes]) -> int:
-    """Blocks from the start that the cell holds by its filter.
-
-    Caches lose a chain from its end, so "holds block i" is taken to be monotone and its border
-    found by doubling, then halving: O(log blocks) lookups.
-    """
-    holds = cell.holds
-    if holds is None or not block_hashes or not holds(block_hashes[0]):
-        return 0
-    held, step = 0, 1
-    while held + step < len(block_hashes) and holds(block_hashes[held + step]):
-        held += step
-        step *= 2
-    # The border lies in [held, missing): held is held, missing is not or doesn't exist.
-    missing = min(held + step, len(block_hashes))
-    while missing - held > 1:
-        middle = (held + missing) // 2
-        held, missing = (middle, missing) if holds(block_hashes[middle]) else (held, middle)
-    return held + 1

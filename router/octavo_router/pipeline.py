@@ -6,8 +6,8 @@
       validate   params, requests       │          Generation.news(): text, ids, logprobs
       render     the chat template  ┐   ▼              ▲
       tokenize   text to ids        ├ in a thread   detokenizer, stop strings
-      hash       the full blocks    ┘   │              ▲
-      choose     the cell (cells)       ▼              │
+      hash       the full blocks    │   │              ▲
+      choose     the cell (cells)   ┘   ▼              │
       submit     Sessions.submit ──▶ Flight ◀── Session's reader (ids only)
 
 A door (app, grpc_api) validates with `params` and `requests` and gives the pipeline a frozen
@@ -23,12 +23,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import ContextLengthError, InvalidRequestError
+from octavo_router.cells import Cell, CellChoice, choose_cell
 from octavo_router.flights import Flight, Inbox, PromptOrder, ResolvedSampling
 from octavo_router.generation import Generation
 from octavo_router.outcomes import RequestRecord
@@ -39,6 +40,14 @@ from octavo_router.tokenizer import Tokenizer
 
 MAX_CHOICES = 4096
 _SEED_PERSON = b"octavo.seed"
+
+
+class _Prepared(NamedTuple):
+    """A prompt ready to go. `token_ids`: [T] u32."""
+
+    token_ids: npt.NDArray[np.uint32]
+    hashes: PromptHashes
+    choice: CellChoice | None
 
 
 class Pipeline:
@@ -73,18 +82,20 @@ class Pipeline:
         model = await self.sessions.wait_ready()
         tenant = None if self._share_prefixes else request.tenant or None
         started_at = time.perf_counter()
-        prepared = await self._in_thread(self._prepare, request.prompts, model, tenant)
-        record.prompt(sum(len(ids) for ids, _ in prepared), time.perf_counter() - started_at)
+        cells = self.sessions.cells()
+        prepared = await self._in_thread(self._prepare, request.prompts, model, tenant, cells)
+        num_prompt_tokens = sum(len(item.token_ids) for item in prepared)
+        record.prompt(num_prompt_tokens, time.perf_counter() - started_at)
         inbox = Inbox()
         flights: list[Flight] = []
-        for position, (token_ids, hashes) in enumerate(prepared):
+        for position, item in enumerate(prepared):
             order = PromptOrder(
                 request_id=request.request_id,
-                token_ids=token_ids,
+                token_ids=item.token_ids,
                 model=model,
-                hashes=hashes,
+                hashes=item.hashes,
                 hash_tenant=tenant,
-                sampling=resolve_sampling(request, model, len(token_ids), position),
+                sampling=resolve_sampling(request, model, len(item.token_ids), position),
                 num_sequences=sampling.n,
                 tenant=request.tenant,
                 deadline=deadline,
@@ -94,8 +105,8 @@ class Pipeline:
         # Every prompt is good: only now anything leaves.
         generation = Generation(flights, inbox, self.tokenizer, sampling.stop, record, deadline)
         try:
-            for flight in flights:
-                self.sessions.submit(flight)
+            for flight, item in zip(flights, prepared, strict=True):
+                self.sessions.submit(flight, item.choice)
         except BaseException:
             generation.close()
             raise
@@ -126,10 +137,14 @@ class Pipeline:
         return self.tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
 
     def _prepare(
-        self, prompts: Sequence[Prompt], model: ServedModel, tenant: str | None
-    ) -> list[tuple[npt.NDArray[np.uint32], PromptHashes]]:
-        """Ids [T] u32 and block hashes of each prompt; in a thread."""
-        prepared: list[tuple[npt.NDArray[np.uint32], PromptHashes]] = []
+        self,
+        prompts: Sequence[Prompt],
+        model: ServedModel,
+        tenant: str | None,
+        cells: Sequence[Cell],
+    ) -> list[_Prepared]:
+        """All that costs time: ids, hashes and the choice of a cell; in a thread."""
+        prepared: list[_Prepared] = []
         for position, prompt in enumerate(prompts):
             token_ids = self._encode(prompt)
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
@@ -145,7 +160,9 @@ class Pipeline:
                     f"{model.max_model_len} tokens: shorten it so that at least one more fits",
                     param=param,
                 )
-            prepared.append((token_ids, model.hash_prompt(token_ids, tenant)))
+            hashes = model.hash_prompt(token_ids, tenant)
+            choice = choose_cell(cells, hashes.blocks, hashes.block_size)
+            prepared.append(_Prepared(token_ids, hashes, choice))
         return prepared
 
 

@@ -11,11 +11,12 @@ Entry points: `Sessions.start`, `Sessions.submit`, `Sessions.wait_ready`.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
 
+from octavo.bloom import BloomFilter
 from octavo.errors import OctavoError, UnavailableError
 from octavo.metrics import RouterMetrics
 from octavo.registry import Registry
@@ -69,6 +70,8 @@ class Sessions:
         # By address: flights that wait for their own scheduler's re-dial.
         self._held: dict[str, list[_Homeless]] = {}
         self._homeless: list[_Homeless] = []
+        # Scheduler id -> its filter, as published and parsed.
+        self._filters: dict[str, tuple[bytes, BloomFilter]] = {}
         self._became_ready = asyncio.Event()
         self._discovery: asyncio.Task[None] | None = None
         self._last_model: ServedModel | None = None
@@ -118,40 +121,51 @@ class Sessions:
             )
         return model
 
-    def submit(self, flight: Flight) -> CellChoice:
-        """Send a new flight to the best cell. Raises UnavailableError if there is none."""
-        choice = self._choose(flight, [*self._ready.values()])
-        if choice is None:
+    def cells(self) -> list[Cell]:
+        """The connected cells as they are now; safe to use in another thread."""
+        return [self._cell_of(session) for session in self._ready.values()]
+
+    def submit(self, flight: Flight, choice: CellChoice | None) -> None:
+        """Send a new flight to the chosen cell, or, if that just left, to the best that is there.
+
+        Raises UnavailableError if there is none.
+        """
+        session = None if choice is None else self._session_of(choice.cell_id)
+        if session is None:
+            session = self._best_for(flight, self._ready.values())
+        if session is None:
             raise UnavailableError(
                 "no scheduler takes new requests; try again shortly",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        self._session_of(choice.cell_id).submit(flight)
-        return choice
+        session.submit(flight)
 
-    def _choose(self, flight: Flight, sessions: Sequence[Session]) -> CellChoice | None:
-        cells = [
-            Cell(
-                session.scheduler_id,
-                session.load.backlog_tokens,
-                session.load.prefill_tokens_per_s,
-                session.load.is_draining,
-            )
-            for session in sessions
-        ]
+    def _best_for(self, flight: Flight, sessions: Iterable[Session]) -> Session | None:
         hashes = flight.order.hashes
-        return choose_cell(cells, hashes.blocks, hashes.block_size)
+        cells = [self._cell_of(session) for session in sessions]
+        choice = choose_cell(cells, hashes.blocks, hashes.block_size)
+        return None if choice is None else self._session_of(choice.cell_id)
 
-    def _session_of(self, cell_id: str) -> Session:
-        return next(s for s in self._ready.values() if s.scheduler_id == cell_id)
+    def _session_of(self, cell_id: str) -> Session | None:
+        return next((s for s in self._ready.values() if s.scheduler_id == cell_id), None)
+
+    def _cell_of(self, session: Session) -> Cell:
+        held = self._filters.get(session.scheduler_id)
+        return Cell(
+            session.scheduler_id,
+            session.load.backlog_tokens,
+            session.load.prefill_tokens_per_s,
+            session.load.is_draining,
+            None if held is None else held[1].leading_run,
+        )
 
     def _refused(self, session: Session, flight: Flight, error: OctavoError) -> None:
         """A cell rejected a flight: one more cell is tried if this one is only busy."""
         flight.carrier = None
         others = [s for s in self._ready.values() if s.scheduler_id not in flight.tried_cells]
         is_first = len(flight.tried_cells) == 1
-        choice = self._choose(flight, others) if others and is_first else None
-        if choice is None or not may_try_elsewhere(error):
+        other = self._best_for(flight, others) if is_first and may_try_elsewhere(error) else None
+        if other is None:
             flight.fail(error)
             return
         log.info(
@@ -159,7 +173,7 @@ class Sessions:
             flight.order.request_id,
             session.scheduler_id,
         )
-        self._session_of(choice.cell_id).submit(flight)
+        other.submit(flight)
 
     # Discovery and links.
 
@@ -167,6 +181,7 @@ class Sessions:
         while True:
             await asyncio.sleep(DISCOVERY_S)
             self._discover()
+            self._read_filters()
             self._expire_homeless()
 
     def _discover(self) -> None:
@@ -179,6 +194,21 @@ class Sessions:
                 task.cancel()
                 del self._links[address]
                 self._release_held(address)
+
+    def _read_filters(self) -> None:
+        """What cells say they hold; one that doesn't parse is as good as none."""
+        published = self._registry.filters()
+        for scheduler_id, data in published.items():
+            known = self._filters.get(scheduler_id)
+            if known is not None and known[0] is data:
+                continue
+            try:
+                self._filters[scheduler_id] = (data, BloomFilter.from_bytes(data))
+            except ValueError as error:
+                self._filters.pop(scheduler_id, None)
+                log.warning("scheduler %s: bad filter: %s", scheduler_id, error)
+        for scheduler_id in self._filters.keys() - published.keys():
+            del self._filters[scheduler_id]
 
     def _is_engaged(self, address: str) -> bool:
         return address in self._ready or address in self._held

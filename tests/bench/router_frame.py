@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.blocks import BlockHashRoot, chain
+from octavo.bloom import BloomFilter, build_filter
 from octavo_router.cells import Cell, choose_cell
 
 BUDGET_US, AIM_US = 35.0, 20.0
@@ -157,9 +158,9 @@ def decide(num_tokens: int) -> dict[str, Any]:
     started_at = time.perf_counter()
     hashes = chain(root, token_ids, 16)
     hash_us = (time.perf_counter() - started_at) * 1e6
-    held = frozenset(hashes)
+    held = BloomFilter.from_bytes(build_filter(hashes))
     cells = [
-        Cell(f"cell-{i}", 100 * i, 5000, holds=held.__contains__ if i < 2 else None)
+        Cell(f"cell-{i}", 100 * i, 5000, leading_run=held.leading_run if i < 2 else None)
         for i in range(8)
     ]
     num_rounds = 50

@@ -84,7 +84,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def running_router(
-    *fakes: FakeScheduler, wait_ready: bool = True, **settings: Any
+    *fakes: FakeScheduler,
+    wait_ready: bool = True,
+    registry: MemoryRegistry | None = None,
+    **settings: Any,
 ) -> AsyncGenerator[RunningRouter]:
     """Start the given fake schedulers (those not yet started) and a router on them."""
     async with contextlib.AsyncExitStack() as stack:
@@ -93,19 +96,21 @@ async def running_router(
                 await stack.enter_async_context(fake)
         addresses = tuple(fake.address for fake in fakes)
         config = RouterSettings(**{"port": 0, "schedulers": addresses} | settings)
-        router = await _start(config, stack)
+        router = await _start(config, registry or MemoryRegistry(), stack)
         if wait_ready:
             await until(lambda: router.value("octavo_router_sessions") == len(fakes))
         yield router
 
 
-async def _start(config: RouterSettings, stack: contextlib.AsyncExitStack) -> RunningRouter:
+async def _start(
+    config: RouterSettings, registry: MemoryRegistry, stack: contextlib.AsyncExitStack
+) -> RunningRouter:
     collectors = CollectorRegistry()
     metrics = RouterMetrics(collectors)
     sessions = Sessions(
         router_id="router-under-test",
         static=config.schedulers,
-        registry=MemoryRegistry(),
+        registry=registry,
         redial_ms=config.redial_ms,
         max_moves=config.max_moves,
         metrics=metrics,

@@ -1,12 +1,14 @@
 """The choice of a cell: pure, deterministic, the same in every router."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.blocks import BlockHashRoot, chain
+from octavo.bloom import BloomFilter, build_filter
 from octavo_router.cells import Cell, choose_cell, successor
 
 BLOCK = 16
@@ -31,6 +33,11 @@ def chosen(candidates: list[Cell], block_hashes: list[bytes]) -> str:
     return choice.cell_id
 
 
+def filter_of(block_hashes: list[bytes]) -> Callable[[Sequence[bytes]], int]:
+    data = build_filter(block_hashes, false_positive_rate=1e-6)
+    return BloomFilter.from_bytes(data).leading_run
+
+
 def test_one_cell_is_no_choice() -> None:
     full = Cell("only", backlog_tokens=10**9)
     assert chosen([full], prompt(1, 100)) == "only"
@@ -46,10 +53,10 @@ def test_draining_cells_take_nothing() -> None:
 
 def test_the_longest_leading_run_wins() -> None:
     known = prompt(1, 200)
-    short = Cell("short", holds=set(known[:3]).__contains__)
-    long = Cell("long", holds=set(known[:5]).__contains__)
+    short = Cell("short", leading_run=filter_of(known[:3]))
+    long = Cell("long", leading_run=filter_of(known[:5]))
     # Later blocks without the first ones are worth nothing.
-    late = Cell("late", holds=set(known[1:]).__contains__)
+    late = Cell("late", leading_run=filter_of(known[1:]))
     choice = choose_cell([late, short, long, Cell("none")], known, BLOCK)
     assert choice is not None
     assert (choice.cell_id, choice.hit_blocks, choice.is_spilled) == ("long", 5, False)
@@ -139,21 +146,3 @@ def test_successors() -> None:
         assert heir == successor([name for name in names if name != lost], lost)
     assert successor(["a"], "a") is None
     assert len({successor(names, f"cell-{i}") for i in range(5, 60)}) == 5
-
-
-@given(st.integers(0, 200), st.integers(1, 200))
-def test_the_run_is_found_wherever_it_ends(num_held: int, num_blocks: int) -> None:
-    block_hashes = prompt(9, num_blocks * BLOCK)
-    lookups: list[bytes] = []
-
-    def holds(block_hash: bytes) -> bool:
-        lookups.append(block_hash)
-        return block_hash in block_hashes[:num_held]
-
-    choice = choose_cell([Cell("a", holds=holds), Cell("b")], block_hashes, BLOCK)
-    assert choice is not None
-    if choice.cell_id == "a":
-        assert choice.hit_blocks == min(num_held, num_blocks)
-    else:
-        assert num_held == 0
-    assert len(lookups) <= 2 * num_blocks.bit_length() + 1

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from octavo.bloom import build_filter
+from octavo.registry import MemoryRegistry, SchedulerRecord
 from octavo.v1 import common_pb2
 from tests.fakes.fake_scheduler import FakeScheduler, ids_of
 from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router, until
@@ -266,3 +268,57 @@ def test_cells_of_another_block_size_get_their_own_hashes() -> None:
             assert used.submits[0].root_hash != other.submits[0].root_hash
 
     asyncio.run(main())
+
+
+def test_a_published_filter_draws_its_prompts() -> None:
+    async def main() -> None:
+        cells = [fake_cell(name) for name in ("one", "two")]
+        registry = MemoryRegistry()
+        async with running_router(*cells, registry=registry) as router:
+            bodies = [{"prompt": f"{i}" * 70, "max_tokens": 1} for i in range(8)]
+            for body in bodies:
+                await router.http.post("/v1/completions", json=body)
+            held = {name: cell.submits[:] for name, cell in zip("12", cells, strict=True)}
+            assert all(held.values())
+            # Each now says that it holds what the other computed: the prompts change sides.
+            for cell, other in (cells, cells[::-1]):
+                hashes = [
+                    s.block_hashes[i : i + 16] for s in other.submits for i in range(0, 64, 16)
+                ]
+                registry.announce_scheduler(record_of(cell))
+                registry.publish_filter(cell.scheduler_id, build_filter(hashes))
+            await until(lambda: len(router.service.sessions._filters) == 2)
+            for cell in cells:
+                cell.submits.clear()
+            for body in bodies:
+                await router.http.post("/v1/completions", json=body)
+            swapped = {name: cell.submits for name, cell in zip("21", cells, strict=True)}
+            for name, submits in held.items():
+                was = {submit.block_hashes for submit in submits}
+                assert {submit.block_hashes for submit in swapped[name]} == was
+            # Rubbish is as good as nothing.
+            registry.publish_filter("one", b"rubbish")
+            await until(lambda: len(router.service.sessions._filters) == 1)
+
+    asyncio.run(main())
+
+
+def test_schedulers_are_discovered() -> None:
+    async def main() -> None:
+        one = fake_cell("one")
+        registry = MemoryRegistry()
+        async with one, running_router(registry=registry) as router:
+            registry.announce_scheduler(record_of(one))
+            await until(lambda: router.service.sessions.is_ready)
+            answer = await router.http.post("/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 200
+            # A record that vanishes ends no session.
+            await registry.close()
+            await asyncio.sleep(1.2)
+            assert router.service.sessions.is_ready
+
+    asyncio.run(main())
+
+
+def record_of(fake: FakeScheduler) -> SchedulerRecord:
+    return SchedulerRecord(fake.scheduler_id, fake.address, "fake/model", 1, 0, 0, draining=False)
