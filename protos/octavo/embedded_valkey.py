@@ -20,11 +20,12 @@ from octavo.errors import ConfigurationError
 
 _SERVER_NAMES = ("valkey-server", "redis-server")
 # The shell stays between us and the server. Its input is a pipe of which we hold the other
-# end: when we end, however we end, `cat` reads the end of it and the server is told to stop.
+# end: when we end, however we end, `cat` reads the end of it, and the server and its folder go.
 _GUARD = """
+folder=$1; shift
 exec 3<&0
 "$@" </dev/null 3<&- & server=$!
-{ cat <&3 >/dev/null; kill $server 2>/dev/null; } & guard=$!
+{ cat <&3 >/dev/null; rm -rf "$folder"; kill $server 2>/dev/null; } & guard=$!
 wait $server; status=$?
 kill $guard 2>/dev/null
 exit $status
@@ -87,9 +88,10 @@ class EmbeddedValkey:
         """Start and wait until it answers. Raises ConfigurationError with its log if it fails."""
         assert self._guard is None, "already started"
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-valkey-"))
+        command = [str(self._folder), str(self._binary), *self._options()]
         with self.log_path.open("wb") as log:
             self._guard = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD, "octavo-valkey", str(self._binary), *self._options()],
+                ["/bin/sh", "-c", _GUARD, "octavo-valkey", *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -111,6 +111,7 @@ time.sleep(600)
         parent.kill()
         parent.communicate()
     wait_until_dead(pid)
+    assert not Path(path).parent.exists()
 
 
 def test_ctrl_c_is_not_for_the_server() -> None:
