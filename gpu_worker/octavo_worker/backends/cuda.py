@@ -1,0 +1,108 @@
+"""The CUDA backend: the operations of a step as Triton kernels.
+
+It only maps the step's inputs to the kernels' arguments; shapes, dtypes and numerics are the
+kernels' matter. Must not know: plans, models. Entry point: `CudaBackend`.
+"""
+
+import torch
+
+from octavo_kernels import paged_decode, paged_prefill, rms_norm, rope_and_cache, sample, silu_mul
+from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.sampling import SamplingTensors
+
+
+class CudaBackend:
+    """See `backends.base.Backend` for the operations' shapes. Launches on the current stream."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._inputs: StepInputs | None = None
+        self._work: paged_decode.WorkList | None = None
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms_norm.add_rms_norm(x, residual, weight, eps)
+
+    def rope_and_cache(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_and_cache.rope_and_cache(
+            q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache
+        )
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_mul.silu_mul(gate_up)
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: StepInputs,
+        scale: float,
+    ) -> torch.Tensor:
+        return paged_prefill.paged_prefill(
+            q,
+            k_cache,
+            v_cache,
+            inputs.prefill_block_table,
+            inputs.cu_seqlens_q,
+            inputs.prefill_context_lens,
+            inputs.max_seqlen_q,
+            scale,
+        )
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        inputs: StepInputs,
+        scale: float,
+    ) -> torch.Tensor:
+        return paged_decode.paged_decode(
+            q,
+            k_cache,
+            v_cache,
+            inputs.decode_block_table,
+            inputs.decode_context_lens,
+            scale,
+            work=self._work_list(inputs, num_kv_heads=k_cache.shape[1]),
+        )
+
+    def sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+        tokens = sample.sample(
+            logits,
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            params.min_p,
+            params.seed,
+            params.position,
+            params.sequence_index,
+        )
+        # A bad row's -1 becomes an id that exists: the row fails by its logits, but plans already
+        # sent may still look its last token up, and an id out of range kills the whole device.
+        return tokens.clamp_(min=0)
+
+    def _work_list(self, inputs: StepInputs, num_kv_heads: int) -> paged_decode.WorkList | None:
+        """How the step's contexts are cut: made once a step, the same for every layer."""
+        if inputs is not self._inputs:
+            self._inputs = inputs
+            self._work = None
+            if inputs.num_decode_rows > 0:
+                self._work = paged_decode.decode_work_list(inputs.decode_context_lens, num_kv_heads)
+        return self._work
