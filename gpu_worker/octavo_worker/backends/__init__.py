@@ -4,8 +4,8 @@ Entry point: `choose_backend`. A CPU worker never imports triton.
 """
 
 import torch
-from octavo.errors import ConfigurationError
 
+from octavo.errors import ConfigurationError
 from octavo_worker.backends.base import Backend
 
 __all__ = ["Backend", "choose_backend"]
