@@ -6,7 +6,7 @@ context, the null block, and (with `poisoned_outputs`) every output before the l
 
 import mmap
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -47,7 +47,7 @@ def case_id(case: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def poisoned_outputs() -> Iterator[None]:
+def poisoned_outputs() -> Generator[None]:
     """`torch.empty` gives NaN (integers: their maximum), so a store that is missing shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -232,11 +232,11 @@ def check_far_rows(device: str) -> None:
 
 def check_sample(case: dict[str, Any], device: str, num_rows: int) -> None:
     filters = {name: case[name] for name in ("temperature", "top_p", "top_k", "min_p")}
-    logits = strided_rows(logits_of(case["shape"], num_rows, case["vocab_size"], seed=16))
+    logits = logits_of(case["shape"], num_rows, case["vocab_size"], seed=16)
     parameters = sampling_parameters(num_rows, **filters, seed=17)
     on_device = {name: value.to(device) for name, value in parameters.items()}
     with poisoned_outputs():
-        tokens = sample(logits.to(device), **on_device)
+        tokens = sample(strided_rows(logits.to(device)), **on_device)
     assert tokens.tolist() == sample_reference(logits, **parameters).tolist()
 
 
@@ -282,16 +282,40 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
     return float(((counts - expected).square() / expected)[is_possible].sum())
 
 
-def draw_many(logits_row: Tensor, num_draws: int, device: str, **filters: float) -> Tensor:
+def chi_square_limit(num_values: int) -> float:
+    """The 99.99 % quantile for so many values (Wilson and Hilferty's approximation)."""
+    degrees = max(num_values - 1, 1)
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 3.719 * spread**0.5) ** 3
+
+
+def filtered_probabilities(
+    logits: Tensor, temperature: float, top_p: float, top_k: int, min_p: float
+) -> Tensor:
+    """[V] by sorting: a token stays if the mass and the count of the likelier ones allow it."""
+    probabilities = (logits.double() / temperature).softmax(-1)
+    ordered, order = probabilities.sort(descending=True)
+    stays = ordered.cumsum(-1) - ordered < top_p
+    stays &= ordered >= min_p * ordered[0]
+    if top_k > 0:
+        stays[top_k:] = False
+    kept = torch.zeros_like(probabilities)
+    kept[order[stays]] = ordered[stays]
+    return kept / kept.sum()
+
+
+def draw_many(
+    logits_row: Tensor,
+    num_draws: int,
+    device: str,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+) -> Tensor:
     """Draws of one row at positions 0, 1, ..., for one seed."""
-    parameters = sampling_parameters(
-        num_draws,
-        filters.get("temperature", 1.0),
-        filters.get("top_p", 1.0),
-        int(filters.get("top_k", 0)),
-        filters.get("min_p", 0.0),
-        seed=22,
-    )
+    parameters = sampling_parameters(num_draws, temperature, top_p, top_k, min_p, seed=22)
     parameters["seed"].fill_(2026)
     parameters["sequence_index"].zero_()
     parameters["position"] = torch.arange(num_draws)

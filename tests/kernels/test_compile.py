@@ -1,0 +1,148 @@
+"""Every kernel, compiled for sm_80 and sm_90 as its launcher would launch it: does it fit?
+
+No card is needed. The gates: nothing spills, shared memory within the card's limit, tensor cores
+used where a dot is in 16 bits, and keys and values copied asynchronously.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo_kernels.launch import Launch
+from octavo_kernels.paged_decode import WorkList, paged_decode_launches, work_list_launch
+from octavo_kernels.paged_prefill import paged_prefill_launch
+from octavo_kernels.rms_norm import rms_norm_launch
+from octavo_kernels.rope_and_cache import rope_and_cache_launch
+from octavo_kernels.sample import sample_launch
+from octavo_kernels.silu_mul import silu_mul_launch
+from tests.kernels.cases import BLOCK_SIZES, HEAD_DIMS, case_id, pairwise
+from tests.kernels.compiled import Resources, compile_launch
+
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+# ptxas may trade a word or two for occupancy in float32's products, which are made of plain
+# multiply-adds and live in registers.
+MAX_STACK_BYTES = {torch.float32: 16}
+
+HALVES = (torch.bfloat16, torch.float16)
+NUM_TOKENS, MAX_BLOCKS, NUM_ITEMS = 8, 128, 50
+# (query heads, kv heads): groups 1, 3, 4, 7.
+HEADS = ((16, 16), (9, 3), (32, 8), (28, 4))
+ATTENTION = pairwise(
+    {"head_dim": HEAD_DIMS, "heads": HEADS, "block_size": BLOCK_SIZES, "dtype": HALVES}, count=20
+)
+ATTENTION += [
+    {"head_dim": head_dim, "heads": (9, 3), "block_size": 16, "dtype": torch.float32}
+    for head_dim in (64, 80, 128, 256)
+]
+
+
+def _tensor(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _int32(*shape: int) -> Tensor:
+    return _tensor(*shape, dtype=torch.int32)
+
+
+def _int64(*shape: int) -> Tensor:
+    return _tensor(*shape, dtype=torch.int64)
+
+
+def _float32(*shape: int) -> Tensor:
+    return _tensor(*shape, dtype=torch.float32)
+
+
+def _work() -> WorkList:
+    return WorkList(_int32(NUM_ITEMS, 3), _int32(NUM_TOKENS + 1))
+
+
+def _check(launch: Launch, dtype: torch.dtype = torch.float32) -> dict[int, Resources]:
+    resources = {}
+    for capability, max_shared_bytes in MAX_SHARED_BYTES.items():
+        used = compile_launch(launch, capability)
+        assert used.local_bytes == 0
+        assert used.stack_bytes <= MAX_STACK_BYTES.get(dtype, 0), (capability, used.registers)
+        assert used.shared_bytes <= max_shared_bytes, capability
+        resources[capability] = used
+    return resources
+
+
+def _check_attention(launch: Launch, dtype: torch.dtype, *, hopper: str) -> None:
+    """`hopper`: the instruction of sm_90's dots; sm_80 has mma.sync alone."""
+    resources = _check(launch, dtype)
+    for capability, used in resources.items():
+        expected = hopper if capability >= 90 else "mma.sync"
+        other = "mma.sync" if expected != "mma.sync" else "wgmma.mma_async"
+        assert (expected in used.ptx) == (dtype in HALVES), capability
+        assert other not in used.ptx, capability
+        assert "cp.async.cg.shared.global" in used.ptx, capability
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("hidden", [576, 4096, 8192])
+def test_rms_norm(dtype: torch.dtype, hidden: int) -> None:
+    x, weight = _tensor(NUM_TOKENS, hidden, dtype=dtype), _tensor(hidden, dtype=dtype)
+    _check(rms_norm_launch(x, None, x, None, weight, 1e-5))
+    _check(rms_norm_launch(x, x, x, x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [1536, 14336])
+def test_silu_mul(dtype: torch.dtype, width: int) -> None:
+    gate_up = _tensor(NUM_TOKENS, 2 * width, dtype=dtype)
+    _check(silu_mul_launch(_tensor(NUM_TOKENS, width, dtype=dtype), gate_up))
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=case_id)
+def test_rope_and_cache(case: dict) -> None:
+    dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
+    q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
+    kv = _tensor(NUM_TOKENS, num_kv_heads, head_dim, dtype=dtype)
+    cache = _tensor(100, num_kv_heads, case["block_size"], head_dim, dtype=dtype)
+    places = (_int64(NUM_TOKENS), _int64(NUM_TOKENS))
+    cos_sin = _float32(2048, 2, head_dim // 2)
+    _check(rope_and_cache_launch(q, kv, q, kv, kv, cos_sin, *places, cache, cache))
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=case_id)
+def test_paged_decode(case: dict) -> None:
+    dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
+    q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
+    cache = _tensor(100, num_kv_heads, case["block_size"], head_dim, dtype=dtype)
+    partial_out = _float32(NUM_ITEMS, num_heads, head_dim)
+    partial_lse = _float32(NUM_ITEMS, num_heads)
+    table = _int32(NUM_TOKENS, MAX_BLOCKS)
+    attend, merge = paged_decode_launches(
+        q, partial_out, partial_lse, q, cache, cache, table, _work(), 0.125
+    )
+    # 16 rows are too few for wgmma, which takes 64.
+    _check_attention(attend, dtype, hopper="mma.sync")
+    _check(merge)
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=case_id)
+def test_paged_prefill(case: dict) -> None:
+    dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
+    q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
+    cache = _tensor(100, num_kv_heads, case["block_size"], head_dim, dtype=dtype)
+    table = _int32(NUM_TOKENS, MAX_BLOCKS)
+    launch = paged_prefill_launch(
+        *(q, q, cache, cache, table, _int32(NUM_TOKENS + 1), _int32(NUM_TOKENS)), 512, 0.125
+    )
+    _check_attention(launch, dtype, hopper="wgmma.mma_async")
+
+
+def test_work_list() -> None:
+    _check(work_list_launch(_work(), _int32(NUM_TOKENS)))
+
+
+@pytest.mark.parametrize("vocab_size", [49_152, 128_256, 151_936, 50_257])
+def test_sample(vocab_size: int) -> None:
+    parameters = (_float32, _float32, _int32, _float32, _int64, _int64, _int32)
+    _check(
+        sample_launch(
+            _int64(NUM_TOKENS),
+            _float32(NUM_TOKENS, vocab_size),
+            *(make(NUM_TOKENS) for make in parameters),
+        )
+    )
