@@ -11,10 +11,12 @@ from octavo_scheduler.core import Cell
 
 def bind(metrics: SchedulerMetrics, cell: Cell, redis_lag_s: Callable[[], float]) -> None:
     """Let the gauges of `metrics` tell the state of `cell`."""
-    metrics.running.set_function(lambda: cell.num_running)
+    metrics.running.set_function(lambda: cell.members.num_running)
     metrics.waiting.set_function(lambda: cell.num_waiting)
     metrics.backlog_tokens.set_function(cell.backlog_tokens)
-    metrics.kv_usage.set_function(lambda: cell.num_used_blocks / max(cell.num_blocks, 1))
+    metrics.kv_usage.set_function(
+        lambda: cell.members.num_used_blocks / max(cell.members.num_blocks, 1)
+    )
     metrics.workers.set_function(lambda: len(cell.members))
     metrics.redis_lag.set_function(redis_lag_s)
 

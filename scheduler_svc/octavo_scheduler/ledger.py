@@ -52,7 +52,7 @@ class Ledger:
             model=cell.model.name if cell.model else "",
             num_workers=len(cell.members),
             backlog_tokens=cell.backlog_tokens(),
-            prefill_tokens_per_s=int(cell.prefill_tokens_per_s),
+            prefill_tokens_per_s=int(cell.members.prefill_tokens_per_s),
             draining=cell.is_draining,
         )
 

@@ -5,7 +5,8 @@ Its fields may change in any version. Must not know: protos. Entry point: `pictu
 
 from typing import Any
 
-from octavo_scheduler.core import Cell, Member
+from octavo_scheduler.core import Cell
+from octavo_scheduler.members import Member
 from octavo_scheduler.sequence import Sequence
 
 _MAX_ROWS = 512
@@ -19,10 +20,10 @@ def picture_of(cell: Cell, scheduler_id: str) -> dict[str, Any]:
         "draining": cell.is_draining,
         "num_requests": len(cell.requests),
         "num_waiting": cell.num_waiting,
-        "num_running": cell.num_running,
+        "num_running": cell.members.num_running,
         "queue_tokens": cell.queue.num_tokens,
         "backlog_tokens": cell.backlog_tokens(),
-        "prefill_tokens_per_s": round(cell.prefill_tokens_per_s, 1),
+        "prefill_tokens_per_s": round(cell.members.prefill_tokens_per_s, 1),
         "workers": [_worker(member) for member in cell.members],
     }
 

@@ -44,10 +44,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return LoadNumbers(
             backlog_tokens=cell.backlog_tokens(),
             num_waiting=cell.num_waiting,
-            num_running=cell.num_running,
-            num_used_blocks=cell.num_used_blocks,
-            num_blocks=cell.num_blocks,
-            prefill_tokens_per_s=int(cell.prefill_tokens_per_s),
+            num_running=cell.members.num_running,
+            num_used_blocks=cell.members.num_used_blocks,
+            num_blocks=cell.members.num_blocks,
+            prefill_tokens_per_s=int(cell.members.prefill_tokens_per_s),
             draining=cell.is_draining,
         )
 

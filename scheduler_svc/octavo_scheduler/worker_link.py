@@ -24,7 +24,8 @@ from octavo.errors import FailedPreconditionError, OctavoError
 from octavo.serving import error_from_rpc, open_channel
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_scheduler import dispatch
-from octavo_scheduler.core import Cell, Member
+from octavo_scheduler.core import Cell
+from octavo_scheduler.members import Member
 from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.results import WorkerProtocolError
@@ -100,6 +101,10 @@ class WorkerLink:
                 if task is None or task.cancelling():
                     raise
                 problem = "the worker cancelled the call"
+            except Exception:
+                # Our own mistake costs this worker's rows a move, not the cell its worker.
+                logger.exception("worker %s", self.address)
+                problem = "an internal error"
             if self._is_released:
                 return
             if self.member is not None:

@@ -16,7 +16,8 @@ from octavo.metrics import SchedulerMetrics
 from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2, worker_pb2
 from octavo_scheduler import dispatch
-from octavo_scheduler.core import Cell, Member
+from octavo_scheduler.core import Cell
+from octavo_scheduler.members import Member
 from octavo_scheduler.outbox import FinishedNote, Frame, Outbox, RejectedNote, StartedNote
 from octavo_scheduler.plan import Capacity, ModelSpec, Plan
 from octavo_scheduler.recovery import Loss
@@ -244,8 +245,8 @@ class SimulatedCell:
         """No request, row or block is held, and no plan is owed."""
         cell = self.cell
         assert not cell.requests
-        assert (cell.num_running, cell.num_waiting, cell.queue.num_tokens) == (0, 0, 0)
-        assert cell.num_used_blocks == 0
+        assert (cell.members.num_running, cell.num_waiting, cell.queue.num_tokens) == (0, 0, 0)
+        assert cell.members.num_used_blocks == 0
         assert cell.backlog_tokens() == 0
         for member in cell.members:
             member.state.check_integrity()

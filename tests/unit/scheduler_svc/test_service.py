@@ -7,7 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +140,7 @@ class TestSession:
 @asynccontextmanager
 async def scheduler(
     *workers: str, **changes: Any
-) -> AsyncIterator[tuple[SchedulerProcess, scheduler_pb2_grpc.SchedulerStub]]:
+) -> AsyncGenerator[tuple[SchedulerProcess, scheduler_pb2_grpc.SchedulerStub]]:
     settings = SchedulerSettings(
         **{"port": 0, "workers": tuple(workers), "check_integrity": True, **changes}
     )
@@ -149,15 +149,14 @@ async def scheduler(
     try:
         async with open_channel(f"127.0.0.1:{process.port}") as channel:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
-            while not len(process.cell.members) == len(workers):
-                await asyncio.sleep(0.01)
+            await until(lambda: len(process.cell.members) == len(workers))
             yield process, stub
     finally:
         await process.stop()
 
 
 @asynccontextmanager
-async def session(stub: scheduler_pb2_grpc.SchedulerStub) -> AsyncIterator[TestSession]:
+async def session(stub: scheduler_pb2_grpc.SchedulerStub) -> AsyncGenerator[TestSession]:
     test_session = TestSession(stub.Session())
     await test_session.begin()
     try:
@@ -167,7 +166,7 @@ async def session(stub: scheduler_pb2_grpc.SchedulerStub) -> AsyncIterator[TestS
 
 
 @asynccontextmanager
-async def fake_workers(num: int, **changes: Any) -> AsyncIterator[list[FakeWorker]]:
+async def fake_workers(num: int, **changes: Any) -> AsyncGenerator[list[FakeWorker]]:
     workers = [FakeWorker(worker_id=f"w{i}", **changes) for i in range(num)]
     for worker in workers:
         await worker.start()
@@ -181,7 +180,7 @@ async def fake_workers(num: int, **changes: Any) -> AsyncIterator[list[FakeWorke
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - state of other tasks, without events
             await asyncio.sleep(0.01)
 
 
@@ -196,7 +195,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def is_quiet(process: SchedulerProcess) -> bool:
     cell = process.cell
     owes = any(m.state.owes_steps or m.state.leaving for m in cell.members)
-    return not (cell.requests or cell.num_running or cell.num_used_blocks or owes)
+    return not (cell.requests or cell.members.num_running or cell.members.num_used_blocks or owes)
 
 
 def test_crowd_siblings_and_bad_frames_share_a_session() -> None:
@@ -256,15 +255,17 @@ def test_describe_watch_and_gauges_agree() -> None:
 
 def test_lost_session_frees_everything() -> None:
     async def test() -> None:
-        async with fake_workers(1, step_s=0.002) as workers:
-            async with scheduler(workers[0].address) as (process, stub):
-                async with session(stub) as router:
-                    flights = [await router.submit(prompt_of(30, seed=i), 900) for i in range(8)]
-                    await flights[7].until(lambda: len(flights[7].tokens.get(0, [])) > 5)
-                await until(lambda: is_quiet(process))
-                await until(lambda: workers[0].device.num_live_rows == 0)
-                value = process.metrics.registry.get_sample_value
-                assert value("octavo_sequence_outcomes_total", {"outcome": "cancelled"}) == 8
+        async with (
+            fake_workers(1, step_s=0.002) as workers,
+            scheduler(workers[0].address) as (process, stub),
+        ):
+            async with session(stub) as router:
+                flights = [await router.submit(prompt_of(30, seed=i), 900) for i in range(8)]
+                await flights[7].until(lambda: len(flights[7].tokens.get(0, [])) > 5)
+            await until(lambda: is_quiet(process))
+            await until(lambda: workers[0].device.num_live_rows == 0)
+            value = process.metrics.registry.get_sample_value
+            assert value("octavo_sequence_outcomes_total", {"outcome": "cancelled"}) == 8
 
     run(test)
 
@@ -298,20 +299,23 @@ def test_lost_worker_loses_no_token(how: str) -> None:
 
 def test_worker_that_comes_back_brings_its_cache() -> None:
     async def test() -> None:
-        async with fake_workers(1) as workers, scheduler(workers[0].address) as (process, stub):
-            async with session(stub) as router:
-                prompt = prompt_of(100)
-                await (await router.submit(prompt, 5)).over()
-                await until(lambda: len(workers[0].device.sealed) >= 6)
-                lost = process.cell.members[0]
-                next(iter(process.links.values())).break_off(loss_of_stream())
-                await until(lambda: bool(process.cell.members) and lost not in process.cell.members)
-                assert workers[0].epoch == 2
-                again = await router.submit(prompt, 5)
-                await again.over()
-                assert again.tokens[0] == expected_tokens(prompt, 5)
-                value = process.metrics.registry.get_sample_value
-                assert value("octavo_prefix_cache_hits_total") == 96
+        async with (
+            fake_workers(1) as workers,
+            scheduler(workers[0].address) as (process, stub),
+            session(stub) as router,
+        ):
+            prompt = prompt_of(100)
+            await (await router.submit(prompt, 5)).over()
+            await until(lambda: len(workers[0].device.sealed) >= 6)
+            lost = process.cell.members[0]
+            next(iter(process.links.values())).break_off(loss_of_stream())
+            await until(lambda: bool(process.cell.members) and lost not in process.cell.members)
+            assert workers[0].epoch == 2
+            again = await router.submit(prompt, 5)
+            await again.over()
+            assert again.tokens[0] == expected_tokens(prompt, 5)
+            value = process.metrics.registry.get_sample_value
+            assert value("octavo_prefix_cache_hits_total") == 96
 
     run(test)
 
@@ -324,35 +328,41 @@ def loss_of_stream() -> Any:
 
 def test_deadline_passes_while_running() -> None:
     async def test() -> None:
-        async with fake_workers(1, step_s=0.01) as workers:
-            async with scheduler(workers[0].address) as (process, stub), session(stub) as router:
-                flight = await router.submit(prompt_of(30), 5000, deadline_ms=300)
-                await flight.over()
-                assert flight.finished[0].reason == common_pb2.FINISH_REASON_DEADLINE
-                assert 0 < len(flight.tokens[0]) < 60
-                await until(lambda: is_quiet(process))
+        async with (
+            fake_workers(1, step_s=0.01) as workers,
+            scheduler(workers[0].address) as (process, stub),
+            session(stub) as router,
+        ):
+            flight = await router.submit(prompt_of(30), 5000, deadline_ms=300)
+            await flight.over()
+            assert flight.finished[0].reason == common_pb2.FINISH_REASON_DEADLINE
+            assert 0 < len(flight.tokens[0]) < 60
+            await until(lambda: is_quiet(process))
 
     run(test)
 
 
 def test_drain_finishes_what_it_can_and_ends_the_rest() -> None:
     async def test() -> None:
-        async with fake_workers(1, step_s=0.005) as workers:
-            async with scheduler(workers[0].address) as (process, stub), session(stub) as router:
-                short = await router.submit(prompt_of(30), 30)
-                long = await router.submit(prompt_of(30, seed=2), 4000)
-                await long.until(lambda: bool(long.tokens))
-                draining = asyncio.create_task(process.drain(1.0))
-                await until(lambda: process.cell.is_draining)
-                late = await router.submit(prompt_of(20), 5)
-                await late.over()
-                assert late.rejected is not None
-                assert late.rejected.error.code == 14
-                assert await draining == 1
-                await asyncio.gather(short.over(), long.over())
-                assert short.tokens[0] == expected_tokens(prompt_of(30), 30)
-                assert long.finished[0].reason == common_pb2.FINISH_REASON_ERROR
-                assert long.finished[0].error.code == 14
+        async with (
+            fake_workers(1, step_s=0.005) as workers,
+            scheduler(workers[0].address) as (process, stub),
+            session(stub) as router,
+        ):
+            short = await router.submit(prompt_of(30), 30)
+            long = await router.submit(prompt_of(30, seed=2), 4000)
+            await long.until(lambda: bool(long.tokens))
+            draining = asyncio.create_task(process.drain(1.0))
+            await until(lambda: process.cell.is_draining)
+            late = await router.submit(prompt_of(20), 5)
+            await late.over()
+            assert late.rejected is not None
+            assert late.rejected.error.code == 14
+            assert await draining == 1
+            await asyncio.gather(short.over(), long.over())
+            assert short.tokens[0] == expected_tokens(prompt_of(30), 30)
+            assert long.finished[0].reason == common_pb2.FINISH_REASON_ERROR
+            assert long.finished[0].error.code == 14
 
     run(test)
 
@@ -389,15 +399,18 @@ def test_another_model_is_not_led() -> None:
 
 def test_idle_cell_sends_no_plan() -> None:
     async def test() -> None:
-        async with fake_workers(1) as workers, scheduler(workers[0].address) as (process, stub):
-            async with session(stub) as router:
-                await (await router.submit(prompt_of(40), 20)).over()
-                await until(lambda: is_quiet(process))
-                await asyncio.sleep(0.1)
-                before = (workers[0].num_plans, workers[0].device.last_step, router.num_frames)
-                await asyncio.sleep(0.5)
-                after = (workers[0].num_plans, workers[0].device.last_step, router.num_frames)
-                assert after == before
+        async with (
+            fake_workers(1) as workers,
+            scheduler(workers[0].address) as (process, stub),
+            session(stub) as router,
+        ):
+            await (await router.submit(prompt_of(40), 20)).over()
+            await until(lambda: is_quiet(process))
+            await asyncio.sleep(0.1)
+            before = (workers[0].num_plans, workers[0].device.last_step, router.num_frames)
+            await asyncio.sleep(0.5)
+            after = (workers[0].num_plans, workers[0].device.last_step, router.num_frames)
+            assert after == before
 
     run(test)
 

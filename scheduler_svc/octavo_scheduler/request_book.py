@@ -1,0 +1,122 @@
+"""The book of accepted requests: whose they are, when they are due, and how each one ended.
+
+Every accepted sequence is ended here exactly once: told to its session and counted.
+
+Must not know: workers, the queue, plans. Entry points: `accept`, `end`, `next_due`.
+"""
+
+import heapq
+
+import numpy as np
+
+from octavo.errors import OctavoError
+from octavo.metrics import SchedulerMetrics
+from octavo_scheduler.outbox import FinishedNote, Outbox, RejectedNote, StartedNote
+from octavo_scheduler.results import TokenColumns, select
+from octavo_scheduler.sequence import (
+    FinishReason,
+    Request,
+    Sequence,
+    State,
+    Submission,
+    make_sequences,
+)
+
+
+class RequestBook:
+    """Requests by (session id, handle), and the sessions' outboxes."""
+
+    def __init__(self, metrics: SchedulerMetrics) -> None:
+        self.outboxes: dict[int, Outbox] = {}
+        self.requests: dict[tuple[int, int], Request] = {}
+        self._metrics = metrics
+        self._serial = 0
+        self._due: list[tuple[float, int, Request]] = []
+
+    def make(self, session_id: int, submission: Submission, now: float, block_size: int) -> Request:
+        """A request with its sequences, not yet accepted."""
+        self._serial += 1
+        timeout_ms = submission.deadline_ms
+        deadline = None if timeout_ms is None else now + timeout_ms / 1000
+        num_prompt_tokens = len(submission.prompt_token_ids) // 4
+        request = Request(submission, session_id, self._serial, now, deadline, num_prompt_tokens)
+        request.sequences = make_sequences(request, block_size)
+        return request
+
+    def accept(self, request: Request) -> None:
+        """From now on each of its sequences has to end."""
+        if request.sequences:
+            self.requests[(request.session_id, request.submission.handle)] = request
+        if request.deadline is not None:
+            heapq.heappush(self._due, (request.deadline, request.serial, request))
+
+    def reject(self, session_id: int, handle: int, error: OctavoError, num_sequences: int) -> None:
+        """Refuse a request as a whole."""
+        self._metrics.outcomes.labels("rejected").inc(num_sequences)
+        if outbox := self.outboxes.get(session_id):
+            outbox.rejected(RejectedNote(handle, error))
+
+    def start(self, sequence: Sequence, now: float) -> None:
+        """The sequence got a row; the session hears of the first time."""
+        sequence.admitted_at = now
+        if sequence.was_started:
+            return
+        sequence.was_started = True
+        request = sequence.request
+        waited_s = now - request.arrival
+        self._metrics.queue_time.observe(waited_s)
+        self._metrics.prefix_queries.inc(len(sequence.token_ids))
+        self._metrics.prefix_hits.inc(sequence.num_cached)
+        if outbox := self.outboxes.get(request.session_id):
+            handle, waited_ms = request.submission.handle, int(1000 * waited_s)
+            outbox.started(StartedNote(handle, sequence.index, sequence.num_cached, waited_ms))
+
+    def deliver(self, tokens: TokenColumns) -> None:
+        """Hand a step's tokens to their sessions."""
+        if not tokens.token_ids.size:
+            return
+        first = int(tokens.session[0])
+        if (tokens.session == first).all():
+            if outbox := self.outboxes.get(first):
+                outbox.push(tokens)
+            return
+        for session_id in np.unique(tokens.session):
+            if outbox := self.outboxes.get(int(session_id)):
+                outbox.push(select(tokens, tokens.session == session_id))
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, error: OctavoError | None = None
+    ) -> None:
+        """The one place where a sequence ends; it holds no row and isn't queued."""
+        assert sequence.state is not State.ENDED
+        sequence.state = State.ENDED
+        self._metrics.outcomes.labels(reason.value).inc()
+        request = sequence.request
+        handle = request.submission.handle
+        if outbox := self.outboxes.get(request.session_id):
+            outbox.finished(
+                FinishedNote(
+                    handle,
+                    sequence.index,
+                    reason,
+                    sequence.num_generated,
+                    sequence.num_preemptions,
+                    sequence.num_moves,
+                    error,
+                )
+            )
+        if not request.num_live:
+            del self.requests[(request.session_id, handle)]
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a request that lives."""
+        while self._due and not self._due[0][2].num_live:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def next_due(self, now: float) -> Request | None:
+        """A request whose deadline passed; each is given once."""
+        deadline = self.next_deadline()
+        if deadline is None or deadline > now:
+            return None
+        return heapq.heappop(self._due)[2]
