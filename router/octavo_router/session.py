@@ -1,12 +1,14 @@
 """One Session stream to one scheduler: from its Welcome to its end, then never used again.
 
 Requests are multiplexed by handles that are never reused. The reader always reads: what it
-reads goes into flights, which never block. A writer task sends what was queued, and a ping
-after a second of silence. Must not know: text, HTTP, which cell is chosen.
+reads goes into flights, which never block. A writer task sends what was queued. Once a second
+the heart beats: a ping goes out, which a scheduler answers by a frame, and a scheduler that said
+nothing for `MAX_SILENT_BEATS` is given up. Must not know: text, HTTP, which cell is chosen.
 Entry points: `open_session`, `Session.run`.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +40,9 @@ from octavo_router.session_wire import (
 
 log = logging.getLogger(__name__)
 PING_S = 1.0
+# Counted in beats, not in time: a pause of this process's own is one beat.
+MAX_SILENT_BEATS = 4
+DESCRIBE_EVERY_BEATS = 10
 _FINISHES = {
     common_pb2.FINISH_REASON_STOP: Finish.STOP,
     common_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
@@ -61,6 +66,7 @@ class Session:
     def __init__(
         self,
         call: _Call,
+        stub: scheduler_pb2_grpc.SchedulerStub,
         address: str,
         scheduler_id: str,
         model: ServedModel,
@@ -73,12 +79,14 @@ class Session:
         # Handle -> flight, until the terminal frame of the request (abandoned ones too).
         self.flights: dict[int, Flight] = {}
         self._call = call
+        self._stub = stub
         self._on_refused = on_refused
         self._next_handle = 1
         self._outbox: deque[scheduler_pb2.SchedulerSessionRequest] = deque()
         self._has_mail = asyncio.Event()
-        # Sequences of a handle without a terminal frame yet.
-        self._num_open: dict[int, int] = {}
+        # Sequences of each handle that have no terminal frame yet.
+        self._open: dict[int, set[int]] = {}
+        self._num_silent_beats = 0
 
     def submit(self, flight: Flight) -> None:
         """Send a flight on its way, from where it stands."""
@@ -87,7 +95,7 @@ class Session:
         flight.tried_cells.add(self.scheduler_id)
         self._next_handle += 1
         self.flights[flight.handle] = flight
-        self._num_open[flight.handle] = flight.num_unfinished
+        self._open[flight.handle] = {s.index for s in flight.sequences if s.finish is None}
         now = asyncio.get_running_loop().time()
         submit = to_submit(flight, self.model, now)
         self._post(scheduler_pb2.SchedulerSessionRequest(submit=submit))
@@ -110,34 +118,55 @@ class Session:
 
         Raises grpc.RpcError when the stream broke.
         """
-        writer = asyncio.create_task(self._write())
+        helpers = [asyncio.create_task(self._write()), asyncio.create_task(self._beat())]
         try:
             while True:
                 frame = await self._call.read()
                 if not isinstance(frame, scheduler_pb2.SchedulerSessionResponse):
                     return None  # end of the stream
+                self._num_silent_beats = 0
                 moved = self._receive(frame)
                 if moved is not None:
                     return moved
+        except asyncio.CancelledError:
+            # A call that the heart cancelled looks as if this task were.
+            if self._num_silent_beats < MAX_SILENT_BEATS:
+                raise
+            raise UnavailableError(
+                f"scheduler {self.address} said nothing for {MAX_SILENT_BEATS * PING_S:g} s"
+            ) from None
         finally:
-            writer.cancel()
+            for task in helpers:
+                task.cancel()
             self._call.cancel()
 
     async def _write(self) -> None:
         """Send queued messages in order. A broken stream is the reader's to notice."""
-        ping = scheduler_pb2.SchedulerSessionRequest(ping=scheduler_pb2.SessionPing())
         try:
             while True:
-                try:
-                    async with asyncio.timeout(PING_S):
-                        await self._has_mail.wait()
-                except TimeoutError:
-                    self._outbox.append(ping)
+                await self._has_mail.wait()
                 self._has_mail.clear()
                 while self._outbox:
                     await self._call.write(self._outbox.popleft())
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             log.debug("session to %s: write failed: %s", self.address, error)
+
+    async def _beat(self) -> None:
+        ping = scheduler_pb2.SchedulerSessionRequest(ping=scheduler_pb2.SessionPing())
+        num_beats = 0
+        while self._num_silent_beats < MAX_SILENT_BEATS:
+            self._post(ping)
+            await asyncio.sleep(PING_S)
+            self._num_silent_beats += 1
+            num_beats += 1
+            if num_beats % DESCRIBE_EVERY_BEATS == 0:
+                await self._refresh()
+        self._call.cancel()
+
+    async def _refresh(self) -> None:
+        """Workers come and go, and with them the largest request that fits."""
+        with contextlib.suppress(grpc.RpcError):
+            self.model = await _describe(self._stub, self.model)
 
     def _receive(self, frame: scheduler_pb2.SchedulerSessionResponse) -> str | None:
         """Take one frame in; the successor's address if it was the last one."""
@@ -163,8 +192,9 @@ class Session:
         flight = self.flights.get(handle)
         if flight is None or finished.sequence_index >= len(flight.sequences):
             return
-        self._num_open[handle] -= 1
-        if self._num_open[handle] <= 0:
+        still_open = self._open[handle]
+        still_open.discard(finished.sequence_index)
+        if not still_open:
             self._forget(handle)
         finish = _FINISHES.get(finished.reason)
         if finish is not None:
@@ -176,7 +206,7 @@ class Session:
                 self.cancel(flight, None, CancelReason.CLIENT, 0)
 
     def _forget(self, handle: int) -> Flight | None:
-        self._num_open.pop(handle, None)
+        self._open.pop(handle, None)
         return self.flights.pop(handle, None)
 
 
@@ -215,13 +245,18 @@ async def open_session(
             raise UnavailableError(f"scheduler {address} closed the session before its welcome")
         welcome = first.welcome
         _check_versions(address, welcome)
-        model = to_served_model(welcome.model)
-        described = await stub.Describe(scheduler_pb2.SchedulerDescribeRequest(), timeout=PING_S)
-        model = replace(model, max_request_tokens=described.max_request_tokens)
+        model = await _describe(stub, to_served_model(welcome.model))
     except BaseException:
         call.cancel()
         raise
-    return Session(call, address, welcome.scheduler_id, model, on_refused)
+    return Session(call, stub, address, welcome.scheduler_id, model, on_refused)
+
+
+async def _describe(stub: scheduler_pb2_grpc.SchedulerStub, model: ServedModel) -> ServedModel:
+    """`model` with what only Describe says. Raises grpc.RpcError."""
+    request = scheduler_pb2.SchedulerDescribeRequest()
+    described = await stub.Describe(request, timeout=PING_S)
+    return replace(model, max_request_tokens=described.max_request_tokens)
 
 
 def _check_versions(address: str, welcome: scheduler_pb2.SessionWelcome) -> None:

@@ -259,7 +259,7 @@ class Sessions:
         try:
             moved_to = await session.run()
             log.info("scheduler %s: session closed", session.scheduler_id)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, OctavoError) as error:
             log.warning("scheduler %s: session lost: %s", session.scheduler_id, _reason(error))
         finally:
             del self._ready[address]

@@ -108,6 +108,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.num_pings = 0
         self.num_sessions = 0
         self.is_paused = False
+        # As a stopped process: the connection lives, nothing is said.
+        self.is_silent = False
         self.reject: common_pb2.Error | None = None
         self.address = ""
         self._sessions: list[_Session] = []
@@ -180,6 +182,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[Response]:
         first = await anext(request_iterator)
         assert first.HasField("hello"), "the first message must be hello"
+        if self.is_silent:
+            await asyncio.Event().wait()
         session = _Session(first.hello)
         welcome = scheduler_pb2.SessionWelcome(
             wire_version=self.wire_version, scheduler_id=self.scheduler_id, model=self.model
@@ -205,6 +209,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                     self._cancel(session, request.cancel)
                 case "ping":
                     self.num_pings += 1
+                    if not self.is_silent:
+                        session.frames.put_nowait(Response(load=self.load))
                 case other:
                     raise AssertionError(f"unexpected {other}")
 

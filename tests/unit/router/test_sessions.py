@@ -8,7 +8,8 @@ import pytest
 from octavo.bloom import build_filter
 from octavo.registry import MemoryRegistry, SchedulerRecord
 from octavo.v1 import common_pb2
-from tests.fakes.fake_scheduler import FakeScheduler, ids_of
+from octavo_router import session as session_module
+from tests.fakes.fake_scheduler import FakeScheduler, Plan, ids_of
 from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router, until
 from tests.sse_parser import Stream
 
@@ -92,8 +93,6 @@ def test_a_whole_answer_survives_too() -> None:
 
 def test_a_finished_sibling_is_not_generated_again() -> None:
     def script(submit: Any, index: int) -> Any:
-        from tests.fakes.fake_scheduler import Plan
-
         return Plan([97 + index] * (3 if index == 0 else 60))
 
     async def main() -> None:
@@ -322,3 +321,39 @@ def test_schedulers_are_discovered() -> None:
 
 def record_of(fake: FakeScheduler) -> SchedulerRecord:
     return SchedulerRecord(fake.scheduler_id, fake.address, "fake/model", 1, 0, 0, draining=False)
+
+
+def test_a_silent_scheduler_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "PING_S", 0.05)
+
+    async def main() -> None:
+        texts = await undisturbed()
+        cells = [fake_cell("one"), fake_cell("two")]
+        async with running_router(*cells) as router:
+            # Pings are answered: nothing is given up.
+            await until(lambda: min(cell.num_pings for cell in cells) > 12)
+            assert [cell.num_sessions for cell in cells] == [1, 1]
+            task = await streaming(router)
+            await until(lambda: any(cell.submits for cell in cells))
+            used = next(cell for cell in cells if cell.submits)
+            await num_sent(used, 10)
+            used.is_paused = used.is_silent = True
+            check_same(await task, texts)
+            assert sum(len(cell.submits) for cell in cells) == 2
+
+    asyncio.run(main())
+
+
+def test_the_largest_request_is_kept_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "PING_S", 0.02)
+
+    async def main() -> None:
+        fake = fake_cell("one", max_request_tokens=100)
+        async with running_router(fake) as router:
+            model = router.service.sessions.model
+            assert model is not None
+            assert model.max_request_tokens == 100
+            fake.max_request_tokens = 50
+            await until(lambda: router.service.sessions.model.max_request_tokens == 50)
+
+    asyncio.run(main())
