@@ -24,6 +24,8 @@ from octavo_router.outcomes import RequestRecord
 from octavo_router.stop_strings import StopStrings
 from octavo_router.tokenizer import Tokenizer
 
+# Ids turned into text before others get the event loop: about half a millisecond.
+MAX_IDS_PER_TURN = 4096
 _NEAR_S = 0.05
 
 
@@ -191,14 +193,19 @@ class Generation:
         changed, inbox.changed = inbox.changed, []
         num_tokens = 0
         deltas: list[Delta] = []
-        for sequence in changed:
+        for position, sequence in enumerate(changed):
+            if num_tokens >= MAX_IDS_PER_TURN:
+                inbox.changed[:0] = changed[position:]
+                inbox.wake()
+                await asyncio.sleep(0)
+                break
             sequence.has_news = False
             delta = self._choices[sequence].advance()
             num_tokens += len(delta.token_ids)
             if delta.finish is not None:
                 self._num_unfinished -= 1
             deltas.append(delta)
-        self._record.tokens(num_tokens, len(changed))
+        self._record.tokens(num_tokens, len(deltas))
         if self.is_finished:
             self._record.cached(self.usage().cached_tokens)
             self._record.finish([s.finish for s in self._choices if s.finish is not None])

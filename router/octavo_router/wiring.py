@@ -35,6 +35,7 @@ from octavo_router.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75
 # After SIGTERM: time for load balancers to see that this router isn't ready any more.
 _UNREADY_S = 0.2
 
@@ -137,6 +138,8 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             log_level="warning",
             server_header=False,
+            # Longer than clients keep idle connections: it is they who should close them.
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
         super().__init__(config)

@@ -6,6 +6,8 @@ async with running_router(fake) as router:
 
 import asyncio
 import contextlib
+import json
+import socket
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +50,19 @@ class RunningRouter:
     http: httpx.AsyncClient
     inference: inference_pb2_grpc.InferenceStub
     http_port: int
+
+    async def open_stalled(self, body: dict[str, Any]) -> asyncio.StreamWriter:
+        """POST to /v1/completions, read the headers and then nothing more; little is buffered."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.http_port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+        data = json.dumps({**body, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await reader.readuntil(b"\r\n")
+        return writer
 
     async def stream(self, path: str, body: dict[str, Any], num_choices: int = 1) -> Stream:
         """POST with `stream: true`; the strictly parsed answer."""

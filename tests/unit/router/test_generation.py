@@ -21,7 +21,7 @@ from octavo_router.flights import (
     ResolvedSampling,
     TokenLogprob,
 )
-from octavo_router.generation import Delta, Generation
+from octavo_router.generation import MAX_IDS_PER_TURN, Delta, Generation
 from octavo_router.outcomes import RequestRecord
 from octavo_router.requests import Endpoint
 from octavo_router.served_model import ServedModel
@@ -243,5 +243,24 @@ def test_closing_early_cancels() -> None:
         bench.generation.close()
         assert bench.outcome() == "cancelled"
         assert bench.carrier.cancels == [(None, CancelReason.CLIENT, 0)]
+
+    run(check)
+
+
+def test_much_news_is_handed_out_in_turns() -> None:
+    async def check() -> None:
+        bench = Bench(n=3)
+        for index in range(3):
+            bench.flight.deliver(index, [97] * MAX_IDS_PER_TURN)
+        others: list[int] = []
+        asyncio.get_running_loop().call_soon(others.append, 1)
+        assert [(d.choice, len(d.text)) for d in await bench.news()] == [(0, MAX_IDS_PER_TURN)]
+        assert others == [1]
+        bench.flight.deliver(0, [98])
+        bench.flight.deliver(2, [98])
+        seen: list[tuple[int, int]] = []
+        while len(seen) < 3:
+            seen += [(d.choice, len(d.text)) for d in await bench.news()]
+        assert seen == [(1, MAX_IDS_PER_TURN), (2, MAX_IDS_PER_TURN + 1), (0, 1)]
 
     run(check)

@@ -96,15 +96,13 @@ def router_label(path: str) -> str:
 
 
 @BOTH
-@pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
-def test_characters_of_several_tokens_are_never_cut(
-    path: str, body: dict[str, Any], tokens_per_step: int
-) -> None:
+def test_characters_of_several_tokens_are_never_cut(path: str, body: dict[str, Any]) -> None:
     text = "한국어 👨‍👩‍👧 naïve\u2028line\u0085sep\x0b\r\n"
-    fake = byte_scheduler(script=saying(text), tokens_per_step=tokens_per_step)
+    fake = byte_scheduler(script=saying(text))
 
     async def check(router: RunningRouter) -> None:
-        assert text_of(await both_ways(router, path, {**body, "max_tokens": 200})) == text
+        for fake.tokens_per_step in (1, 3, 100):
+            assert text_of(await both_ways(router, path, {**body, "max_tokens": 200})) == text
 
     run(fake, check)
 
@@ -201,39 +199,31 @@ def test_lists_of_prompts_are_prompt_major() -> None:
     run(fake, check)
 
 
+STOPS: list[tuple[Any, str, int, str]] = [
+    ("e t", " th", 6, "stop"),
+    (["e tx", "zzz"], " the the the the", 16, "length"),
+    ("e the the the", " th", 16, "stop"),
+    (" the the the the the", " the the the the", 16, "length"),
+    (["he", " th"], "", 3, "stop"),
+    # Never looks into the prompt.
+    ("hi", " the the the the", 16, "length"),
+]
+
+
 @BOTH
-@pytest.mark.parametrize("tokens_per_step", [1, 4, 100])
-@pytest.mark.parametrize(
-    ("stop", "text", "num_tokens", "reason"),
-    [
-        ("e t", " th", 6, "stop"),
-        (["e tx", "zzz"], " the the the the", 16, "length"),
-        ("e the the the", " th", 16, "stop"),
-        (" the the the the the", " the the the the", 16, "length"),
-        (["he", " th"], "", 3, "stop"),
-        ("hi", " the the the the", 16, "length"),
-    ],
-)
-def test_stop_strings(
-    path: str,
-    body: dict[str, Any],
-    tokens_per_step: int,
-    stop: Any,
-    text: str,
-    num_tokens: int,
-    reason: str,
-) -> None:
-    fake = byte_scheduler(script=saying(" the" * 20, ends=False), tokens_per_step=tokens_per_step)
+def test_stop_strings(path: str, body: dict[str, Any]) -> None:
+    fake = byte_scheduler(script=saying(" the" * 20, ends=False))
 
     async def check(router: RunningRouter) -> None:
-        whole = await both_ways(
-            router, path, {**body, "stop": stop, "max_tokens": 16, "logprobs": _some(path)}
-        )
-        assert text_of(whole) == text
-        assert whole["choices"][0]["finish_reason"] == reason
-        assert whole["usage"]["completion_tokens"] == num_tokens
-        logprobs = whole["choices"][0]["logprobs"]
-        assert len(logprobs.get("content") or logprobs.get("tokens")) == num_tokens
+        for fake.tokens_per_step in (1, 4, 100):
+            for stop, text, num_tokens, reason in STOPS:
+                asked = {"stop": stop, "max_tokens": 16, "logprobs": _some(path)}
+                whole = await both_ways(router, path, {**body, **asked})
+                assert text_of(whole) == text
+                assert whole["choices"][0]["finish_reason"] == reason
+                assert whole["usage"]["completion_tokens"] == num_tokens
+                logprobs = whole["choices"][0]["logprobs"]
+                assert len(logprobs.get("content") or logprobs.get("tokens")) == num_tokens
 
     run(fake, check)
 

@@ -93,14 +93,7 @@ def test_a_reader_that_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     async def main() -> None:
         fake = byte_scheduler(tokens_per_step=50, max_model_len=1 << 20, interval_s=0.001)
         async with running_router(fake) as router:
-            reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-            body = {"prompt": "x", "n": 64, "max_tokens": 10**6, "stream": True}
-            data = json.dumps(body).encode()
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-            )
-            writer.write(head.encode() + data)
-            await reader.readuntil(b"\r\n\r\n")
+            writer = await router.open_stalled({"prompt": "x", "n": 64, "max_tokens": 10**5})
             await until(lambda: bool(fake.cancels))
             assert router.outcomes() == {("completions", "cancelled"): 1}
             writer.transport.abort()
