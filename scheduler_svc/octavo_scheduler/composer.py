@@ -130,8 +130,10 @@ def plan_chunks(worker: WorkerState, budget: int, max_preemptions: int) -> list[
         if not length or sequence.state is not State.RUNNING:
             continue
         needed = worker.num_blocks_for(sequence.num_planned + length) - len(sequence.block_ids)
-        # A row that was added in this very draft can't be released in it.
-        if needed > worker.pool.num_free and not worker.draft.added:
+        if needed > worker.pool.num_free:
+            # Admission leaves blocks for all admitted rows; so no row was added just now, and
+            # none that could be taken away again in this very draft.
+            assert not worker.draft.added
             preempted += make_room(worker, sequence, needed, max_preemptions)
         if needed > worker.pool.num_free:
             needed = worker.pool.num_free

@@ -14,7 +14,7 @@ from octavo_scheduler.core import Cell
 from octavo_scheduler.worker_link import WorkerLink
 
 # A filter is rebuilt at most every so many publications, and only if blocks changed.
-_FILTER_EVERY = 5
+_FILTER_EVERY = 3
 
 
 class Ledger:

@@ -117,8 +117,9 @@ def _read_plan(worker: WorkerState, reading: Reading) -> None:
     reading.num_prefill_tokens = plan.num_prefill_tokens
     for chunk in plan.chunks:
         sequence = chunk.sequence
-        is_held = sequence.row >= 0 and worker.rows.holders[sequence.row] is sequence
-        if not is_held or int(worker.rows.generation[sequence.row]) != chunk.generation:
+        # A holder that left is not admitted again before its last plan is read, so holding a
+        # row here means holding the row that the chunk was for.
+        if sequence.row < 0 or worker.rows.holders[sequence.row] is not sequence:
             continue
         sequence.num_computed = chunk.end
         worker.seal(sequence, chunk.end // worker.block_size)

@@ -34,7 +34,6 @@ class SentChunk:
     """A chunk of a sent plan: which holder's known tokens are computed up to `end`."""
 
     sequence: Sequence
-    generation: int
     end: int
     is_last: bool
 
@@ -282,8 +281,7 @@ class WorkerState:
         is_last = end == known
         token_ids = sequence.token_ids[start:end].tobytes()
         self.draft.chunks.append(Chunk(row, start, token_ids, is_last))
-        generation = int(self.rows.generation[row])
-        self.draft.sent_chunks.append(SentChunk(sequence, generation, end, is_last))
+        self.draft.sent_chunks.append(SentChunk(sequence, end, is_last))
         sequence.num_planned = end
         if is_last:
             self.prefilling.remove(sequence)

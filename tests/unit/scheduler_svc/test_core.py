@@ -632,6 +632,19 @@ def test_two_plans_stay_queued_under_load() -> None:
     assert set(queued[2:]) == {2}
 
 
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("lease_steps", [0, 8])
+def test_no_row_is_ever_skipped_while_blocks_are_ample(delay: int, lease_steps: int) -> None:
+    sim = SimulatedCell(settings=settings(lease_steps=lease_steps, plans_queued=delay + 2))
+    link = sim.links[sim.members[0]]
+    link.delay = delay
+    handles = [sim.submit(prompt_of(20 + i, seed=i), 100) for i in range(16)]
+    sim.run()
+    # One step for the prompts, then one for each token.
+    assert link.device.last_step <= 100 + 2
+    assert all(len(sim.answer(handle).token_ids) == 100 for handle in handles)
+
+
 def test_lease_needs_few_plans_and_never_runs_dry() -> None:
     sim = SimulatedCell(settings=settings(lease_steps=8))
     link = sim.links[sim.members[0]]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ import pytest
 
 from octavo import WIRE_VERSION
 from octavo.blocks import BlockHashRoot, chain
+from octavo.bloom import BloomFilter
+from octavo.registry import WorkerRecord
 from octavo.serving import open_channel
 from octavo.settings import SchedulerSettings
-from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from octavo_scheduler.recovery import Loss
 from octavo_scheduler.service import SchedulerProcess
 from tests.fakes.fake_device import FakeSize, expected_tokens, salt_of
 from tests.fakes.fake_worker import FakeWorker
@@ -308,7 +311,7 @@ def test_worker_that_comes_back_brings_its_cache() -> None:
             await (await router.submit(prompt, 5)).over()
             await until(lambda: len(workers[0].device.sealed) >= 6)
             lost = process.cell.members[0]
-            next(iter(process.links.values())).break_off(loss_of_stream())
+            next(iter(process.links.values())).break_off(Loss.CRASH)
             await until(lambda: bool(process.cell.members) and lost not in process.cell.members)
             assert workers[0].epoch == 2
             again = await router.submit(prompt, 5)
@@ -318,12 +321,6 @@ def test_worker_that_comes_back_brings_its_cache() -> None:
             assert value("octavo_prefix_cache_hits_total") == 96
 
     run(test)
-
-
-def loss_of_stream() -> Any:
-    from octavo_scheduler.recovery import Loss
-
-    return Loss.CRASH
 
 
 def test_deadline_passes_while_running() -> None:
@@ -440,6 +437,102 @@ def test_process_is_ready_and_ends_at_sigterm(tmp_path: Path) -> None:
         start("octavo_scheduler", *arguments, ready="ready: scheduler on")
         processes[1].send_signal(signal.SIGTERM)
         assert processes[1].wait(timeout=20) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_draining_worker_keeps_its_rows_and_gets_no_new_ones() -> None:
+    async def test() -> None:
+        async with fake_workers(2, step_s=0.003) as workers:
+            addresses = [worker.address for worker in workers]
+            async with scheduler(*addresses) as (process, stub), session(stub) as router:
+                old = [await router.submit(prompt_of(30, seed=i), 300) for i in range(6)]
+                for flight in old:
+                    await flight.until(lambda flight=flight: bool(flight.tokens))
+                rows = workers[0].device.num_live_rows
+                assert rows
+                workers[0].phase = worker_pb2.WORKER_PHASE_DRAINING
+                await until(lambda: any(m.is_leaving for m in process.cell.members))
+                new = [await router.submit(prompt_of(30, seed=50 + i), 10) for i in range(6)]
+                await asyncio.gather(*(flight.over() for flight in new))
+                assert workers[0].device.num_live_rows == rows
+                await asyncio.gather(*(flight.over() for flight in old))
+                assert sum(flight.finished[0].num_moves for flight in old) == 0
+
+    run(test)
+
+
+def test_workers_are_found_in_the_registry_unless_another_leads_them() -> None:
+    async def test() -> None:
+        async with fake_workers(2) as workers, scheduler() as (process, stub):
+            records = [
+                WorkerRecord(w.worker_id, w.address, w.boot_id, "fake", "r1", 1024, 256, leader, 0)
+                for w, leader in zip(workers, ("", "another"), strict=True)
+            ]
+            for record in records:
+                process.registry.announce_worker(record)
+            await until(lambda: len(process.cell.members) == 1)
+            assert process.cell.members[0].state.worker_id == "w0"
+            assert list(process.links) == [workers[0].address]
+            async with session(stub) as router:
+                flight = await router.submit(prompt_of(40), 4000)
+                await flight.until(lambda: bool(flight.tokens))
+                led = replace(records[0], leader_id=process.scheduler_id, epoch=1)
+                process.registry.announce_worker(led)
+                await until(lambda: any(usage.num_rows for usage in process.registry.usages()))
+                usage = process.registry.usages()[0]
+                assert (usage.worker_id, usage.boot_id) == ("w0", workers[0].boot_id)
+                assert usage.num_used + usage.num_cached + usage.num_free == usage.num_blocks
+                used = int.from_bytes(usage.used_bitmap, "little").bit_count()
+                assert used == usage.num_used
+                told = process.registry.schedulers()[0]
+                assert (told.scheduler_id, told.num_workers) == (process.scheduler_id, 1)
+                hashes = chain(ROOT, np.array(prompt_of(40), np.uint32), 16)
+
+                def is_published() -> bool:
+                    data = process.registry.filters().get(process.scheduler_id)
+                    return (
+                        data is not None and BloomFilter.from_bytes(data).leading_run(hashes) == 2
+                    )
+
+                await until(is_published)
+
+    run(test)
+
+
+def test_kill_minus_nine_of_one_of_two_workers() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "tests.fakes.fake_worker", "--step-ms", "3"]
+    processes = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+
+    def address_of(process: subprocess.Popen[str]) -> str:
+        assert process.stderr is not None
+        lines = (line for line in process.stderr if "ready: worker on" in line)
+        return next(lines).strip().rsplit(" ", 1)[1]
+
+    async def test() -> None:
+        addresses = [address_of(process) for process in processes]
+        async with scheduler(*addresses) as (process, stub), session(stub) as router:
+            prompts = [prompt_of(20 + 5 * i, seed=i) for i in range(20)]
+            flights = [await router.submit(p, 150) for p in prompts]
+            for flight in flights:
+                await flight.until(lambda flight=flight: len(flight.tokens.get(0, [])) > 9)
+            assert all(member.state.rows.num_held for member in process.cell.members)
+            processes[0].kill()
+            await asyncio.gather(*(flight.over() for flight in flights))
+            for prompt, flight in zip(prompts, flights, strict=True):
+                assert flight.tokens[0] == expected_tokens(prompt, 150)
+            assert sum(flight.finished[0].num_moves for flight in flights) > 0
+            assert len(process.cell.members) == 1
+            await until(lambda: is_quiet(process))
+
+    try:
+        run(test)
     finally:
         for process in processes:
             process.kill()
