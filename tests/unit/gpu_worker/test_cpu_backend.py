@@ -1,5 +1,6 @@
 """The CPU backend's operations against their definitions, on poisoned caches."""
 
+import os
 import subprocess
 import sys
 
@@ -186,3 +187,16 @@ def test_a_cpu_worker_imports_no_triton() -> None:
         "('triton', 'octavo_kernels')]\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_sleep_unless_told_otherwise(given: str | None, expected: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    if given is not None:
+        environment["OMP_WAIT_POLICY"] = given
+    script = (
+        "import sys, os, octavo_worker\n"
+        "assert 'torch' not in sys.modules\n"
+        f"assert os.environ['OMP_WAIT_POLICY'] == {expected!r}\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
