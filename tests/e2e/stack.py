@@ -105,7 +105,8 @@ class Stack:
         environ = {
             **os.environ,
             "OCTAVO_READY_FILE": str(ready),
-            "OMP_NUM_THREADS": "1" if self._counts[0] > 1 else "2",
+            # Two threads on two busy cores wait for each other more than they compute.
+            "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **({"OCTAVO_REDIS_URL": self.redis_url} if self.redis_url else {}),
             **self.environ,
