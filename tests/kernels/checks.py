@@ -240,6 +240,26 @@ def check_sample(case: dict[str, Any], device: str, num_rows: int) -> None:
     assert tokens.tolist() == sample_reference(logits, **parameters).tolist()
 
 
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+    {"temperature": 0.7, "top_p": 0.8, "top_k": 0, "min_p": 0.0},
+    {"temperature": 1.5, "top_p": 1.0, "top_k": 5, "min_p": 0.0},
+    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.2},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 6, "min_p": 0.1},
+]
+
+
+def check_filters(filters: dict[str, Any], device: str, num_rows: int) -> None:
+    """Twelve distinct tokens, so that every filter's border is met often."""
+    logits = torch.linspace(1.5, -1.5, 12).expand(num_rows, -1)
+    parameters = sampling_parameters(num_rows, **filters, seed=27)
+    on_device = {name: value.to(device) for name, value in parameters.items()}
+    tokens = sample(logits.to(device), **on_device).tolist()
+    assert tokens == sample_reference(logits, **parameters).tolist()
+    allowed = filtered_probabilities(logits[0], **filters).nonzero().flatten().tolist()
+    assert set(tokens) <= set(allowed)
+
+
 def check_bad_rows(device: str) -> None:
     """A bad row gets -1, greedy or not, filtered or not; its neighbours what they'd get alone."""
     vocab_size = 301

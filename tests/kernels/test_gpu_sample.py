@@ -63,6 +63,11 @@ def test_filtered_draws_have_the_filtered_distribution(filters: dict[str, Any]) 
     assert checks.chi_square(tokens, probabilities) < limit
 
 
+@pytest.mark.parametrize("filters", checks.FILTERS, ids=str)
+def test_filters(filters: dict[str, Any]) -> None:
+    checks.check_filters(filters, "cuda", num_rows=2000)
+
+
 def test_bad_rows_are_marked_and_alone() -> None:
     checks.check_bad_rows("cuda")
 

@@ -16,6 +16,11 @@ def test_sample(case: dict[str, Any]) -> None:
     checks.check_sample(case, "cpu", num_rows=3)
 
 
+@pytest.mark.parametrize("filters", checks.FILTERS, ids=str)
+def test_filters(filters: dict[str, Any]) -> None:
+    checks.check_filters(filters, "cpu", num_rows=50)
+
+
 def test_bad_rows_are_marked_and_alone() -> None:
     checks.check_bad_rows("cpu")
 

@@ -5,15 +5,7 @@ import torch
 
 from octavo_kernels.sample import sample_reference
 from tests.kernels.cases import sampling_parameters
-from tests.kernels.checks import chi_square, chi_square_limit, filtered_probabilities
-
-FILTERS = [
-    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
-    {"temperature": 0.7, "top_p": 0.8, "top_k": 0, "min_p": 0.0},
-    {"temperature": 1.5, "top_p": 1.0, "top_k": 5, "min_p": 0.0},
-    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.2},
-    {"temperature": 1.0, "top_p": 0.9, "top_k": 6, "min_p": 0.1},
-]
+from tests.kernels.checks import FILTERS, chi_square, chi_square_limit, filtered_probabilities
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
