@@ -21,10 +21,10 @@ from octavo.metrics import SchedulerMetrics
 from octavo.settings import SchedulerSettings
 from octavo_scheduler import admission, composer, recovery, results
 from octavo_scheduler.admission import AdmissionQueue
-from octavo_scheduler.members import Member, Members, PlanSink, state_of
+from octavo_scheduler.members import Member, Members, PlanSink
 from octavo_scheduler.outbox import Outbox
 from octavo_scheduler.placement import Placement
-from octavo_scheduler.plan import Capacity, ModelSpec, Plan, StepOutcome
+from octavo_scheduler.plan import ModelSpec, Plan, StepOutcome
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.request_book import RequestBook
 from octavo_scheduler.results import Reading
@@ -36,6 +36,7 @@ from octavo_scheduler.sequence import (
     Submission,
     already_ended,
 )
+from octavo_scheduler.worker_state import WorkerState
 
 # How long requests wait for a worker when the cell has none left.
 _NO_WORKER_PATIENCE_S = 30.0
@@ -101,21 +102,10 @@ class Cell:
 
     # ---- workers
 
-    def attach(
-        self,
-        worker_id: str,
-        model: ModelSpec,
-        capacity: Capacity,
-        sink: PlanSink,
-        inventory: Iterable[tuple[list[int], list[bytes]]] = (),
-    ) -> Member:
-        """Lead a worker whose cache holds `inventory` (least recently used first)."""
+    def attach(self, state: WorkerState, model: ModelSpec, sink: PlanSink) -> Member:
+        """Lead a worker; `state` is fresh and knows what the worker's cache holds."""
         assert self.model in (None, model), "the link compares model specs before"
         self.model = model
-        state = state_of(worker_id, model, capacity, self.settings)
-        if self.settings.enable_prefix_caching:
-            for blocks, hashes in inventory:
-                state.pool.restore(blocks, hashes)
         member = Member(state, sink, self.clock())
         self.members.append(member)
         self.on_change()

@@ -25,7 +25,7 @@ from octavo.serving import error_from_rpc, open_channel
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_scheduler import dispatch
 from octavo_scheduler.core import Cell
-from octavo_scheduler.members import Member
+from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.results import WorkerProtocolError
@@ -132,7 +132,7 @@ class WorkerLink:
             if welcome is END_OF_STREAM or welcome.WhichOneof("message") != "welcome":
                 raise FailedPreconditionError(f"no welcome, but {await call.details()}")
             self._outbox.clear()
-            member = self._join(attached, inventory)
+            member = await self._join(attached, inventory)
             await first_of(self._read(call, member), self._write(call), self._wait_broken())
         finally:
             call.cancel()
@@ -140,10 +140,9 @@ class WorkerLink:
                 loss = self._loss_of(member)
                 logger.info("worker %s left the cell (%s)", self.worker_id, loss.name.lower())
                 self._cell.detach(member, loss)
-        with contextlib.suppress(asyncio.CancelledError):
-            code = await call.code()
-            if code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
-                raise FailedPreconditionError(await call.details() or code.name)
+        code = await call.code()
+        if code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
+            raise FailedPreconditionError(await call.details() or code.name)
 
     async def _describe(
         self, stub: worker_pb2_grpc.WorkerStub
@@ -178,13 +177,9 @@ class WorkerLink:
                 inventory.append(dispatch.inventory_from_proto(response.inventory))
         if attached is None:
             raise FailedPreconditionError("the worker didn't say that it is attached")
-        # Another worker may have joined, and set the model, meanwhile.
-        spec = dispatch.spec_from_proto(attached.model)
-        if self._cell.model not in (None, spec):
-            raise FailedPreconditionError(f"it serves {spec}, this cell {self._cell.model}")
         return attached, inventory
 
-    def _join(
+    async def _join(
         self,
         attached: worker_pb2.WorkerAttached,
         inventory: list[tuple[list[int], list[bytes]]],
@@ -196,7 +191,15 @@ class WorkerLink:
         )
         capacity = dispatch.capacity_from_proto(attached.capacity)
         spec = dispatch.spec_from_proto(attached.model)
-        self.member = self._cell.attach(self.worker_id, spec, capacity, self, inventory)
+        state = state_of(self.worker_id, spec, capacity, self._cell.settings)
+        for blocks, hashes in inventory:
+            state.restore(blocks, hashes)
+            # A large cache must not hold up the steps of other workers.
+            await asyncio.sleep(0)
+        # Another worker may have joined, and set the model, meanwhile.
+        if self._cell.model not in (None, spec):
+            raise FailedPreconditionError(f"it serves {spec}, this cell {self._cell.model}")
+        self.member = self._cell.attach(state, spec, self)
         num_sealed = sum(len(blocks) for blocks, _ in inventory)
         logger.info(
             "leading worker %s at %s in epoch %d: %d blocks, %d sealed",

@@ -170,6 +170,11 @@ class WorkerState:
     def num_blocks_for(self, num_slots: int) -> int:
         return -(-num_slots // self.block_size)
 
+    def restore(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """A piece of the worker's inventory, least recently used first."""
+        if self.caching:
+            self.pool.restore(blocks, hashes)
+
     # ---- admission
 
     def fits(self, sequence: Sequence) -> bool:

@@ -17,7 +17,7 @@ from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2, worker_pb2
 from octavo_scheduler import dispatch
 from octavo_scheduler.core import Cell
-from octavo_scheduler.members import Member
+from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.outbox import FinishedNote, Frame, Outbox, RejectedNote, StartedNote
 from octavo_scheduler.plan import Capacity, ModelSpec, Plan
 from octavo_scheduler.recovery import Loss
@@ -134,9 +134,10 @@ class SimulatedCell:
         link = MemoryLink(device)
         size = device.size
         capacity = Capacity(size.num_blocks, size.max_num_seqs, size.max_num_batched_tokens)
-        inventory = [(list(device.sealed), list(device.sealed.values()))]
         name = f"w{len(self.members)}"
-        member = self.cell.attach(name, self.spec, capacity, link, inventory)
+        state = state_of(name, self.spec, capacity, self.cell.settings)
+        state.restore(list(device.sealed), list(device.sealed.values()))
+        member = self.cell.attach(state, self.spec, link)
         self.members.append(member)
         self.links[member] = link
         return member

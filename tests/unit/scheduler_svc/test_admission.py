@@ -35,7 +35,12 @@ def test_order_is_priority_then_came_back_then_age(items: list[Item]) -> None:
     queue = AdmissionQueue(10_000)
     sequences = [sequence(serial, priority) for serial, (priority, _, _) in enumerate(items)]
     for one, (_, came_back, _) in zip(sequences, items, strict=True):
-        (queue.push_front if came_back else queue.push)(one)
+        if not came_back:
+            queue.push(one)
+    # Whoever comes back last may be the oldest.
+    for one, (_, came_back, _) in reversed(list(zip(sequences, items, strict=True))):
+        if came_back:
+            queue.push_front(one)
     for one, (_, _, is_removed) in zip(sequences, items, strict=True):
         if is_removed:
             queue.remove(one)

@@ -1,11 +1,14 @@
 """The cell with fake devices whose texts depend on every KV slot they read."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from octavo.settings import SchedulerSettings
 from octavo_scheduler.core import CancelReason
 from octavo_scheduler.outbox import FinishedNote
+from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.sequence import Resume
 from tests.fakes.fake_device import FakeDevice, FakeSize, expected_tokens, salt_of
@@ -239,7 +242,47 @@ def test_one_that_cannot_grow_alone_ends_as_length() -> None:
     sim.assert_all_free()
 
 
+def test_no_row_is_added_in_a_step_that_preempted() -> None:
+    sim = SimulatedCell(tiny_pool())
+    link = sim.links[sim.members[0]]
+    seen = [0.0]
+    num_checked = [0]
+    send = link.send
+
+    def checked_send(plan: Plan) -> None:
+        preemptions = sim.counter("preemptions_total")
+        # The metric is counted when a plan is composed, so it is this plan's.
+        if preemptions > seen[0]:
+            assert plan.added_rows == ()
+            assert plan.removed_rows
+            num_checked[0] += 1
+        seen[0] = preemptions
+        send(plan)
+
+    link.send = checked_send  # type: ignore[method-assign]
+    for i in range(12):
+        sim.submit(prompt_of(20 + i, seed=i), 150)
+    sim.run()
+    assert num_checked[0] > 0
+    sim.assert_all_free()
+
+
 # ---- admission
+
+
+def test_watermark_stays_free_unless_the_worker_is_empty() -> None:
+    sim = SimulatedCell(tiny_pool(41), settings=settings(admission_watermark=0.25))
+    whole = sim.submit(prompt_of(600, seed=1), 40)
+    sim.run()
+    assert finish_reason(sim, whole) == "length"
+    pool = sim.members[0].state.pool
+    for i in range(12):
+        sim.submit(prompt_of(60, seed=10 + i), 4)
+    sim.step()
+    assert sim.cell.queue
+    assert pool.num_free >= 10
+    sim.run()
+    sim.assert_all_free()
 
 
 def test_never_fitting_request_is_refused_with_its_sizes() -> None:
@@ -492,6 +535,25 @@ def test_request_that_kills_workers_ends_in_one_error() -> None:
     sim.assert_all_free()
 
 
+def test_suspects_run_again_one_by_one() -> None:
+    sim = SimulatedCell()
+    handles = [sim.submit(prompt_of(30, seed=i), 20) for i in range(4)]
+    sim.cell.pump()
+    sim.attach(sim.kill(sim.members[0]))
+    fresh = sim.submit(prompt_of(30, seed=9), 20)
+    sim.run()
+    sent = sim.links[sim.members[1]].sent
+    adding = [plan for plan in sent if plan.added_rows]
+    assert [len(plan.added_rows) for plan in adding] == [1] * 5
+    # The next one is added only after the result of the one before.
+    ids = [plan.plan_id for plan in adding[:4]]
+    assert all(after - before >= 2 for before, after in pairwise(ids))
+    for i, handle in enumerate(handles):
+        assert sim.answer(handle).token_ids == expected_tokens(prompt_of(30, seed=i), 20)
+    assert sim.answer(fresh).token_ids == expected_tokens(prompt_of(30, seed=9), 20)
+    sim.assert_all_free()
+
+
 def test_rows_in_steady_decode_are_no_suspects() -> None:
     sim = SimulatedCell(settings=settings(max_moves=0))
     prompt = prompt_of(40)
@@ -512,6 +574,8 @@ def test_hung_worker_is_found_and_only_if_it_owes_steps() -> None:
     sim.clock.advance(100.0)
     assert sim.cell.find_hung(0.0) is None
     handles = [sim.submit(prompt, 30) for prompt in prompts]
+    sim.cell.pump()
+    assert sim.cell.find_hung(0.0) is None, "it owed nothing before"
     for _ in range(4):
         sim.step()
     sim.links[frozen].is_frozen = True
