@@ -3,6 +3,7 @@
 Must not know: how requests were sent. Entry points: `RequestTiming`, `make_record`.
 """
 
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,9 @@ def make_record(run: Run, facts: dict[str, Any], limit_s: float | None) -> dict[
 
 
 def commit() -> str:
-    """The checkout's commit ("+" if it has changes), or the version outside a checkout."""
+    """`$OCTAVO_COMMIT`, the checkout's commit ("+" if it has changes), or else the version."""
+    if given := os.environ.get("OCTAVO_COMMIT"):
+        return given
     here = Path(__file__).parent
     try:
         head = _git(here, "rev-parse", "--short=12", "HEAD")
