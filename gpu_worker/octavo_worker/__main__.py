@@ -82,7 +82,9 @@ class _Process:
         try:
             loaded = await _unless(
                 signalled,
-                _in_thread(lambda: loading.load(settings, self._metrics, on_fatal)),
+                _in_thread(
+                    lambda: loading.load(settings, self._metrics, on_fatal, service.compile)
+                ),
             )
             if loaded is None:
                 return 0

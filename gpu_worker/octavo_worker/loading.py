@@ -23,6 +23,7 @@ from octavo_worker.models import load_model
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import Runner
 from octavo_worker.spec import Capacity, Spec, kv_scheme_of
+from octavo_worker.warm_up import warm_up
 
 _logger = logging.getLogger(__name__)
 _MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -39,12 +40,20 @@ class Loaded(NamedTuple):
 
 
 def load(
-    settings: WorkerSettings, metrics: WorkerMetrics, on_fatal: Callable[[str], None]
+    settings: WorkerSettings,
+    metrics: WorkerMetrics,
+    on_fatal: Callable[[str], None],
+    on_compiling: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Load what `settings` name. Raises ConfigurationError for what can't be."""
+    """Load what `settings` name. Raises ConfigurationError for what can't be.
+
+    `on_compiling` is called when the weights are there and kernels compile.
+    """
     began = time.monotonic()
     backend, device = choose_backend(settings.backend)
-    folder = resolve_model(settings.model, settings.revision, weights=True)
+    folder = resolve_model(
+        settings.model, settings.revision, weights=settings.load_format != "random"
+    )
     model = load_model(
         folder,
         dtype=settings.dtype,
@@ -64,8 +73,12 @@ def load(
         vocab_size=config.vocab_size,
     )
     caches = allocate_kv_caches(config, size, device)
+    runner = Runner(model, backend, caches, limits, device)
+    if device.type == "cuda":
+        on_compiling()
+        warm_up(runner, limits, max_num_batched_tokens)
     engine = Engine(
-        Runner(model, backend, caches, limits, device),
+        runner,
         max_in_flight=_MAX_IN_FLIGHT[device.type],
         max_num_batched_tokens=max_num_batched_tokens,
         num_blocks=size.num_blocks,

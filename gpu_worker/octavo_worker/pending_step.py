@@ -30,7 +30,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A launched step. `done`: None if it was over when launched. Times by perf_counter."""
+    """A launched step. `began`, `done`: where it lies in the stream, None if it was over when
+    launched. Times by perf_counter."""
 
     step: int
     plan_id: int
@@ -38,9 +39,16 @@ class PendingStep:
     work: StepWork
     faults: tuple[RowFault, ...]
     draw: Draw | None
+    began: torch.cuda.Event | None
     done: torch.cuda.Event | None
     launched_ns: int
     wait_us: int
+
+    def step_us(self) -> int:
+        """How long the step took, waiting behind earlier ones not counted."""
+        if self.began is None or self.done is None:
+            return (time.perf_counter_ns() - self.launched_ns) // 1000
+        return int(1000 * self.began.elapsed_time(self.done))
 
     def outcome(self) -> StepOutcome:
         """The result; only once the step is done."""
@@ -68,7 +76,7 @@ class PendingStep:
             num_prefill_tokens=work.num_prefill_tokens,
             num_decode_tokens=len(work.decode_rows),
             wait_us=self.wait_us,
-            step_us=(time.perf_counter_ns() - self.launched_ns) // 1000,
+            step_us=self.step_us(),
         )
 
 

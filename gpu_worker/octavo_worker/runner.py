@@ -94,6 +94,7 @@ class Runner:
         `arrived_ns`: when the plan arrived, by `time.perf_counter_ns`.
         """
         launched_ns = time.perf_counter_ns()
+        began = self._record_event()
         self._step += 1
         faults: tuple[RowFault, ...] = ()
         if plan is None:
@@ -111,6 +112,7 @@ class Runner:
                 work=work,
                 faults=faults,
                 draw=draw,
+                began=began,
                 done=self._record_event(),
                 launched_ns=launched_ns,
                 wait_us=(launched_ns - arrived_ns) // 1000 if arrived_ns is not None else 0,
@@ -205,6 +207,6 @@ class Runner:
     def _record_event(self) -> torch.cuda.Event | None:
         if self._device.type == "cpu":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -55,6 +55,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         # Set when the epoch is over; each epoch has its own.
         self._superseded = asyncio.Event()
 
+    def compile(self) -> None:
+        """The weights are loaded, kernels compile. May be called from any thread."""
+        self.phase = Phase.COMPILING
+
     def run(self, served: ServedModel) -> None:
         """The model is loaded: leaders may attach."""
         self._served = served

@@ -46,11 +46,20 @@ class BatchLimits:
 
 
 class StepCost:
-    """Measured step times: a decode step's, and a prefill token's on top (0 = unknown)."""
+    """Measured step times: a decode step's, and a prefill token's on top (0 = unknown).
+
+    A prefill token's cost is the time of recent chunks over their tokens, so that large chunks
+    count for more: a short one costs a step's fixed time and says little about a token.
+    """
 
     def __init__(self) -> None:
         self.decode_s = 0.0
-        self.prefill_token_s = 0.0
+        self._chunks_s = 0.0
+        self._chunk_tokens = 0.0
+
+    @property
+    def prefill_token_s(self) -> float:
+        return self._chunks_s / self._chunk_tokens if self._chunk_tokens else 0.0
 
     def observe(self, step_s: float, num_prefill_tokens: int) -> None:
         if step_s <= 0.0:
@@ -59,7 +68,8 @@ class StepCost:
             self.decode_s = _smooth(self.decode_s, step_s)
         else:
             extra = max(step_s - self.decode_s, 0.1 * step_s)
-            self.prefill_token_s = _smooth(self.prefill_token_s, extra / num_prefill_tokens)
+            self._chunks_s = (1 - _SMOOTHING) * self._chunks_s + extra
+            self._chunk_tokens = (1 - _SMOOTHING) * self._chunk_tokens + num_prefill_tokens
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -120,3 +120,12 @@ def test_leases_need_ample_room() -> None:
     assert can_lease(limits, num_decoding=16, num_free=64, block_size=16)
     assert not can_lease(limits, num_decoding=17, num_free=64, block_size=16)
     assert not can_lease(BatchLimits.of(64, 512, 64), 1, 1000, 16)
+
+
+def test_short_chunks_do_not_spoil_the_cost_of_a_token() -> None:
+    cost = StepCost()
+    cost.observe(0.010, 0)
+    cost.observe(0.015, 5)  # a fixed 5 ms, whatever the chunk
+    for _ in range(3):
+        cost.observe(0.115, 1000)
+    assert cost.prefill_token_s < 1.1e-4
