@@ -173,7 +173,9 @@ class Runner:
         was_live = self._rows.is_live[rows]
         was_live[:num_last] = True
         logits = self._model.logits(self._entries(work, inputs, hidden))
-        is_finite = logits.sum(dim=-1).isfinite()
+        # The maximum of a row with a NaN is NaN, of one with nothing finite -inf; a logit of -inf
+        # among others only says that its token is never drawn.
+        is_finite = logits.amax(dim=-1).isfinite()
         params = self._rows.sampling_tensors(
             rows, positions, all_greedy=work.all_greedy, any_filter=work.any_filter
         )

@@ -19,6 +19,8 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
+# Below it logit / temperature could overflow; the race is long decided. The kernels' bound too.
+_MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,8 @@ def _race(
     words = philox_words(
         params.seed, params.position, params.sequence_index, draw_round, logits.shape[1]
     )
-    # Shifted by the maximum first: a tiny temperature then can't give inf - inf.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / params.temperature[:, None]
+    # In the order of the written rule: one rounding more or less could decide a race.
+    scaled = logits / params.temperature.clamp(min=_MIN_TEMPERATURE)[:, None]
     race = scaled - log_exponentials(words)
     if draw_round > 0:
         race = race.masked_fill(logits <= pivot[:, None], -torch.inf)
@@ -125,16 +127,17 @@ def _is_accepted(
 ) -> torch.Tensor:
     """bool [S]: mass above < top_p, count above < top_k, p >= min_p * max p.
 
-    Non-finite logits are accepted: another round would not help, the row fails anyway.
+    Bad rows (NaN, +inf, nothing finite) are accepted: another round would not help, they fail
+    anyway.
     """
-    weights = scaled.exp()  # the likeliest token weighs 1
+    weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()  # the likeliest token weighs 1
     total = weights.sum(dim=-1)
     is_likelier = logits > logits.gather(1, drawn[:, None])
-    mass = weights.masked_fill(~is_likelier, 0.0).sum(dim=-1) / total
+    mass = weights.masked_fill(~is_likelier, 0.0).sum(dim=-1)
     count = is_likelier.sum(dim=-1)
     weight = weights.gather(1, drawn[:, None]).flatten()
     # Rounding may bring the mass to 1, so that 1 must mean off.
-    is_in = (mass < params.top_p) | (params.top_p >= 1.0)
+    is_in = (mass < params.top_p * total) | (params.top_p >= 1.0)
     is_in &= (count < params.top_k) | (params.top_k == 0)
     is_in &= weight >= params.min_p
     return is_in | ~total.isfinite()

@@ -275,6 +275,34 @@ def test_sampled_rows_survive_bad_values_next_to_them() -> None:
     assert run(runner, plan).events.tolist() == [RowEvent.ERROR, RowEvent.ALIVE]
 
 
+@pytest.mark.parametrize(
+    ("values", "is_bad"),
+    [
+        ({0: -torch.inf, 5: -torch.inf}, False),
+        ({3: torch.nan}, True),
+        ({3: torch.inf}, True),
+        (dict.fromkeys(range(VOCAB_SIZE), -torch.inf), True),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_masked_logit_is_no_bad_value(
+    values: dict[int, float], is_bad: bool, temperature: float
+) -> None:
+    class Masked(TinyPagedModel):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = super().logits(hidden)
+            for token_id, value in values.items():
+                logits[0, token_id] = value
+            return logits
+
+    sampling = Sampling(temperature=temperature, top_p=0.9)
+    adds = (row_add(0, sampling=sampling), row_add(1, blocks=(10, 11), sampling=sampling))
+    plan = Plan(1, added_rows=adds, chunks=(chunk(0, PROMPT), chunk(1, PROMPT)))
+    outcome = run(make_runner(Masked()), plan)
+    assert outcome.events.tolist() == [RowEvent.ERROR if is_bad else RowEvent.ALIVE, RowEvent.ALIVE]
+    assert is_bad or int(outcome.token_ids[0]) not in values
+
+
 BAD_PLANS = {
     "row outside": (Plan(1, added_rows=(row_add(9),)), "row 9 is outside 0 .. 3"),
     "block outside": (

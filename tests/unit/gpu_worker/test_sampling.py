@@ -39,8 +39,8 @@ def reference(logits: np.ndarray, row: dict[str, float]) -> int:
     temperature = row.get("temperature", 1.0)
     if temperature == 0:
         return int(logits.argmax())
-    scaled = (logits - logits.max()) / np.float32(temperature)
-    weights = np.exp(scaled)
+    scaled = logits / np.float32(temperature)
+    weights = np.exp(scaled - scaled.max())
     allowed = np.ones(len(logits), bool)
     for draw_round in range(len(logits) + 1):
         e = philox.exponentials(
@@ -53,10 +53,10 @@ def reference(logits: np.ndarray, row: dict[str, float]) -> int:
         race = np.where(allowed, scaled - np.log(e), -np.inf)
         token = int(race.argmax())
         likelier = logits > logits[token]
-        mass = weights[likelier].sum() / weights.sum()
+        mass, total = weights[likelier].sum(), weights.sum()
         top_k, top_p = row.get("top_k", 0), row.get("top_p", 1.0)
         if (
-            (mass < top_p or top_p >= 1)
+            (mass < np.float32(top_p) * total or top_p >= 1)
             and (top_k == 0 or likelier.sum() < top_k)
             and weights[token] >= row.get("min_p", 0.0)
         ):
@@ -118,6 +118,26 @@ def test_extreme_temperatures_and_logits_end() -> None:
     tokens = sample(logits, params(rows)).tolist()
     assert tokens[0] == 0
     assert all(0 <= token < 3 for token in tokens)
+
+
+def test_masked_logits_are_never_drawn_and_do_no_harm() -> None:
+    logits = torch.randn((64, 40), generator=torch.Generator().manual_seed(2))
+    logits[:, ::2] = -torch.inf
+    for row in ({}, {"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 1e-35}):
+        rows = [{**row, "seed": float(seed)} for seed in range(64)]
+        tokens = sample(logits, params(rows))
+        assert bool((tokens % 2 == 1).all())
+        assert tokens.tolist() == [reference(logits[i].numpy(), r) for i, r in enumerate(rows)]
+
+
+@pytest.mark.parametrize("top_p", [0.39, 0.41, 0.69, 0.71, 0.89, 0.91])
+def test_the_nucleus_ends_within_two_percent_of_top_p(top_p: float) -> None:
+    """Borders lie at 0.4, 0.7 and 0.9: a bound loosened or tightened by 0.02 lets one pass."""
+    masses = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    above = torch.tensor([0.0, 0.4, 0.7, 0.9])
+    rows = [{"top_p": top_p, "seed": float(seed)} for seed in range(400)]
+    tokens = sample(masses.log().expand(400, 4).contiguous(), params(rows))
+    assert sorted(set(tokens.tolist())) == torch.nonzero(above < top_p).flatten().tolist()
 
 
 @pytest.mark.parametrize(
