@@ -129,12 +129,12 @@ class Session:
                 if moved is not None:
                     return moved
         except asyncio.CancelledError:
-            # A call that the heart cancelled looks as if this task were.
-            if self._num_silent_beats < MAX_SILENT_BEATS:
+            if is_own_cancellation():
                 raise
-            raise UnavailableError(
-                f"scheduler {self.address} said nothing for {MAX_SILENT_BEATS * PING_S:g} s"
-            ) from None
+            why = "cancelled the session"
+            if self._num_silent_beats >= MAX_SILENT_BEATS:
+                why = f"said nothing for {MAX_SILENT_BEATS * PING_S:g} s"
+            raise UnavailableError(f"scheduler {self.address} {why}") from None
         finally:
             for task in helpers:
                 task.cancel()
@@ -165,7 +165,7 @@ class Session:
 
     async def _refresh(self) -> None:
         """Workers come and go, and with them the largest request that fits."""
-        with contextlib.suppress(grpc.RpcError):
+        with contextlib.suppress(grpc.RpcError, UnavailableError):
             self.model = await _describe(self._stub, self.model)
 
     def _receive(self, frame: scheduler_pb2.SchedulerSessionResponse) -> str | None:
@@ -222,6 +222,15 @@ def _error_of(finished: scheduler_pb2.Finished) -> OctavoError:
             return OctavoError("the scheduler ended the request for an unknown reason")
 
 
+def is_own_cancellation() -> bool:
+    """Whether a CancelledError is this task's own.
+
+    grpc.aio raises the same for a call that ended as CANCELLED, whoever cancelled it.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 def may_try_elsewhere(error: OctavoError) -> bool:
     """Refused for this cell's state, not for what the request is."""
     return isinstance(error, OverloadedError | UnavailableError)
@@ -246,16 +255,23 @@ async def open_session(
         welcome = first.welcome
         _check_versions(address, welcome)
         model = await _describe(stub, to_served_model(welcome.model))
-    except BaseException:
+    except BaseException as error:
         call.cancel()
+        if isinstance(error, asyncio.CancelledError) and not is_own_cancellation():
+            raise UnavailableError(f"scheduler {address} cancelled the session") from None
         raise
     return Session(call, stub, address, welcome.scheduler_id, model, on_refused)
 
 
 async def _describe(stub: scheduler_pb2_grpc.SchedulerStub, model: ServedModel) -> ServedModel:
-    """`model` with what only Describe says. Raises grpc.RpcError."""
+    """`model` with what only Describe says. Raises grpc.RpcError, UnavailableError."""
     request = scheduler_pb2.SchedulerDescribeRequest()
-    described = await stub.Describe(request, timeout=PING_S)
+    try:
+        described = await stub.Describe(request, timeout=PING_S)
+    except asyncio.CancelledError:
+        if is_own_cancellation():
+            raise
+        raise UnavailableError("the scheduler cancelled Describe") from None
     return replace(model, max_request_tokens=described.max_request_tokens)
 
 

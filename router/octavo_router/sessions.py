@@ -221,6 +221,7 @@ class Sessions:
         """Dial, serve, dial again, for ever."""
         loop = asyncio.get_running_loop()
         failures = 0
+        was_connected = False
         while True:
             timeout_s = self._redial_s if address in self._held else DIAL_TIMEOUT_S
             try:
@@ -230,12 +231,13 @@ class Sessions:
                             channel, address, self._router_id, self._refused
                         )
                     started_at = loop.time()
+                    was_connected = True
                     await self._serve(session)
                     is_stable = loop.time() - started_at >= _STABLE_S
                     failures = 0 if is_stable else failures + 1
             except (grpc.RpcError, OctavoError, TimeoutError) as error:
-                if failures == 0:
-                    log.warning("scheduler %s: not connected: %s", address, _reason(error))
+                level = _level_of_failure(failures, was_connected=was_connected)
+                log.log(level, "scheduler %s: not connected: %s", address, _reason(error))
                 failures += 1
                 self._release_held(address)
             except Exception:
@@ -337,6 +339,19 @@ class Sessions:
                     )
                 )
         self._homeless = [item for item in waiting if item.give_up_at > now]
+
+
+def _level_of_failure(failures: int, *, was_connected: bool) -> int:
+    """How loud a failed dial is, `failures` in a row after the last session.
+
+    Services of a fleet start in any order: the first dial of a new address may fail. Only one
+    that goes on failing is worth a warning, once; a known scheduler's loss is, at once.
+    """
+    if was_connected:
+        return logging.WARNING if failures == 0 else logging.DEBUG
+    if failures == 0:
+        return logging.INFO
+    return logging.WARNING if failures == len(_BACKOFF_S) else logging.DEBUG
 
 
 def _reason(error: BaseException) -> str:

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
 from octavo import WIRE_VERSION
 from octavo.blocks import HASH_VERSION
 from octavo.serving import GrpcServer
@@ -61,7 +63,7 @@ class _Session:
     hello: scheduler_pb2.SessionHello
     frames: asyncio.Queue[Response | None] = field(default_factory=asyncio.Queue)
     sequences: dict[tuple[int, int], _Sequence] = field(default_factory=dict)
-    context: Any = None
+    is_cancelled: bool = False
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
@@ -152,6 +154,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             session.sequences.clear()
             session.frames.put_nowait(None)
 
+    def cancel_sessions(self) -> None:
+        """End every stream as CANCELLED, as a server that is torn down does."""
+        for session in self._sessions:
+            session.sequences.clear()
+            session.is_cancelled = True
+            session.frames.put_nowait(None)
+
     def move_sessions(self, successor: str = "") -> None:
         """Tell every router to go elsewhere."""
         for session in self._sessions:
@@ -178,7 +187,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def Session(  # noqa: N802
         self,
         request_iterator: AsyncIterator[Request],
-        context: Any,  # noqa: ARG002
+        context: Any,
     ) -> AsyncIterator[Response]:
         first = await anext(request_iterator)
         assert first.HasField("hello"), "the first message must be hello"
@@ -195,6 +204,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         try:
             while (frame := await session.frames.get()) is not None:
                 yield frame
+            if session.is_cancelled:
+                await context.abort(grpc.StatusCode.CANCELLED, "cancelled")
         finally:
             self._sessions.remove(session)
             reader.cancel()

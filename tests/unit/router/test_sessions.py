@@ -1,6 +1,7 @@
 """Sessions that break: the same stream goes on, with no id lost or doubled."""
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -74,6 +75,44 @@ def test_a_dropped_session_is_resumed_with_what_was_delivered(count: int) -> Non
             assert router.value("octavo_router_moves_total") == 1
             assert fake.num_sessions == 2
 
+    asyncio.run(main())
+
+
+def test_a_session_that_its_peer_cancels_is_a_lost_one() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        fake = fake_cell("one")
+        async with running_router(fake) as router:
+            task = await streaming(router)
+            await until(lambda: bool(fake.submits))
+            await num_sent(fake, 5)
+            fake.cancel_sessions()
+            check_same(await task, texts)
+            assert fake.num_sessions == 2
+
+    asyncio.run(main())
+
+
+def test_only_a_scheduler_that_stays_away_is_worth_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def levels() -> list[int]:
+        return [r.levelno for r in caplog.records if "not connected" in r.getMessage()]
+
+    async def main() -> None:
+        fake = fake_cell("late")
+        address = await fake.start()
+        await fake.stop()
+        async with running_router(wait_ready=False, schedulers=(address,)) as router:
+            await until(lambda: logging.WARNING in levels())
+            seen = levels()
+            assert seen[0] == logging.INFO
+            assert seen.count(logging.WARNING) == 1
+            await fake.start(int(address.rpartition(":")[2]))
+            await until(lambda: router.value("octavo_router_sessions") == 1)
+            await fake.stop()
+
+    caplog.set_level(logging.DEBUG)
     asyncio.run(main())
 
 
