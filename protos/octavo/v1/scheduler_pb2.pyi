@@ -94,7 +94,7 @@ class Cancel(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., sequence_index: _Optional[int] = ..., reason: _Optional[_Union[CancelReason, str]] = ..., num_kept_tokens: _Optional[int] = ...) -> None: ...
 
 class SchedulerSessionResponse(_message.Message):
-    __slots__ = ("welcome", "started", "tokens", "finished", "rejected", "moved", "load")
+    __slots__ = ("welcome", "started", "tokens", "finished", "rejected", "moved", "load", "prompt_logprobs")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class SchedulerSessionResponse(_message.Message):
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     welcome: SessionWelcome
     started: _containers.RepeatedCompositeFieldContainer[Started]
     tokens: TokenBatch
@@ -109,7 +110,8 @@ class SchedulerSessionResponse(_message.Message):
     rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
     moved: Moved
     load: _common_pb2.Load
-    def __init__(self, welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobsBatch]
+    def __init__(self, welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobsBatch, _Mapping]]] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("wire_version", "scheduler_id", "model")
@@ -154,6 +156,16 @@ class BatchLogprobs(_message.Message):
     token_index: int
     logprobs: _common_pb2.TokenLogprobs
     def __init__(self, token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobsBatch(_message.Message):
+    __slots__ = ("handle", "start", "entries")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    start: int
+    entries: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    def __init__(self, handle: _Optional[int] = ..., start: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("handle", "sequence_index", "reason", "error", "num_tokens", "num_preemptions", "num_moves")

@@ -165,7 +165,7 @@ class Plan(_message.Message):
     def __init__(self, plan_id: _Optional[int] = ..., removed_rows: _Optional[bytes] = ..., added_rows: _Optional[_Iterable[_Union[RowAdd, _Mapping]]] = ..., block_updates: _Optional[bytes] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., sealed: _Optional[_Union[SealedBlocks, _Mapping]] = ..., decode_until: _Optional[int] = ...) -> None: ...
 
 class RowAdd(_message.Message):
-    __slots__ = ("row", "generation", "sampling", "sequence_index", "block_ids", "num_computed_tokens", "max_total_tokens", "min_total_tokens")
+    __slots__ = ("row", "generation", "sampling", "sequence_index", "block_ids", "num_computed_tokens", "max_total_tokens", "min_total_tokens", "history_token_ids", "num_prompt_tokens")
     ROW_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,8 @@ class RowAdd(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     row: int
     generation: int
     sampling: _common_pb2.SamplingParams
@@ -182,7 +184,9 @@ class RowAdd(_message.Message):
     num_computed_tokens: int
     max_total_tokens: int
     min_total_tokens: int
-    def __init__(self, row: _Optional[int] = ..., generation: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sequence_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., min_total_tokens: _Optional[int] = ...) -> None: ...
+    history_token_ids: bytes
+    num_prompt_tokens: int
+    def __init__(self, row: _Optional[int] = ..., generation: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sequence_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., min_total_tokens: _Optional[int] = ..., history_token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("row", "start", "token_ids", "is_last")
@@ -219,7 +223,7 @@ class StepResults(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[StepResult, _Mapping]]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step", "plan_id", "repeat", "rows", "generations", "token_ids", "events", "logprobs", "errors", "wait_us", "step_us")
+    __slots__ = ("step", "plan_id", "repeat", "rows", "generations", "token_ids", "events", "logprobs", "errors", "wait_us", "step_us", "prompt_logprobs")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     REPEAT_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +235,7 @@ class StepResult(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     WAIT_US_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step: int
     plan_id: int
     repeat: int
@@ -242,7 +247,8 @@ class StepResult(_message.Message):
     errors: _containers.RepeatedCompositeFieldContainer[RowError]
     wait_us: int
     step_us: int
-    def __init__(self, step: _Optional[int] = ..., plan_id: _Optional[int] = ..., repeat: _Optional[int] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., events: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[ResultLogprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., wait_us: _Optional[int] = ..., step_us: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, step: _Optional[int] = ..., plan_id: _Optional[int] = ..., repeat: _Optional[int] = ..., rows: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., events: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[ResultLogprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., wait_us: _Optional[int] = ..., step_us: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
 
 class ResultLogprobs(_message.Message):
     __slots__ = ("entry", "logprobs")
@@ -251,6 +257,18 @@ class ResultLogprobs(_message.Message):
     entry: int
     logprobs: _common_pb2.TokenLogprobs
     def __init__(self, entry: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("row", "generation", "start", "entries")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    generation: int
+    start: int
+    entries: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    def __init__(self, row: _Optional[int] = ..., generation: _Optional[int] = ..., start: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RowError(_message.Message):
     __slots__ = ("row", "generation", "message")
