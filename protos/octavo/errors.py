@@ -80,6 +80,24 @@ class RequestTooLargeError(OctavoError):
     kind = ErrorKind(3, 413, "invalid_request_error", "request_too_large")
 
 
+class UrlTooLongError(OctavoError):
+    """The URL exceeds the limit."""
+
+    kind = ErrorKind(3, 414, "invalid_request_error", "url_too_long")
+
+
+class HeadersTooLargeError(OctavoError):
+    """The headers exceed the limit."""
+
+    kind = ErrorKind(3, 431, "invalid_request_error", "headers_too_large")
+
+
+class RequestTimeoutError(OctavoError):
+    """The client took too long to send its request."""
+
+    kind = ErrorKind(3, 408, "invalid_request_error", "request_timeout")
+
+
 class OverloadedError(OctavoError):
     """The queue is full; `retry_after_ms` says when to come back."""
 

@@ -58,8 +58,15 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 class GrpcServer:
     """An aio server with health and reflection. Use `server` to add servicers, then `start`."""
 
-    def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
-        self.server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=list(interceptors))
+    def __init__(
+        self,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        *,
+        max_receive_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        limit = ("grpc.max_receive_message_length", max_receive_bytes)
+        options = [option for option in SERVER_OPTIONS if option[0] != limit[0]]
+        self.server = grpc.aio.server(options=[*options, limit], interceptors=list(interceptors))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._names: list[str] = []

@@ -169,7 +169,14 @@ class RouterSettings(CommonSettings):
     api_keys: str = setting("", "key[:tenant] comma list; empty = open", secret=True)
     share_prefixes: bool = setting(False, "let tenants share cached prefixes")
     tokenizer_threads: int = setting(2, "threads that render and tokenize", minimum=1)
-    max_body_bytes: int = setting(16 << 20, "largest HTTP body", minimum=1024)
+    max_body_bytes: int = setting(16 << 20, "largest HTTP body and gRPC message", minimum=1024)
+    max_header_bytes: int = setting(64 << 10, "largest HTTP head (URL, headers)", minimum=1024)
+    read_timeout_s: float = setting(
+        60.0, "time for a request to arrive, plus 1 s per 16 KiB", minimum=0.1
+    )
+    write_stall_s: float = setting(
+        60.0, "a client that reads nothing for this long is dropped", minimum=0.1
+    )
     request_timeout_s: float = setting(0.0, "default deadline of a request; 0 = none", minimum=0)
     redial_ms: int = setting(200, "time to re-dial a lost scheduler", minimum=0)
     max_moves: int = setting(2, "re-submissions of a request after lost schedulers", minimum=0)

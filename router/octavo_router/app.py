@@ -45,7 +45,9 @@ MAX_DETOKENIZE_IDS = 1 << 20
 
 def create_app(service: Service) -> ASGIApp:
     """The whole HTTP application."""
-    app = FastAPI(title="Octavo", version=octavo.__version__, redoc_url=None)
+    app = FastAPI(
+        title="Octavo", version=octavo.__version__, redoc_url=None, redirect_slashes=False
+    )
     _add_error_handlers(app)
     _add_probe_routes(app, service)
     _add_model_routes(app, service)

@@ -2,11 +2,13 @@
 
 A browser's preflight (OPTIONS) needs no key; every other path does, except those that probes
 and scrapers read. Whatever goes wrong below leaves as an OpenAI-shaped error with all of these
-headers. Must not know: endpoints. Entry point: `Edge`.
+headers. HEAD is answered as GET is, without its body. Must not know: endpoints.
+Entry point: `Edge`.
 """
 
 import json
 import logging
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +21,12 @@ from octavo_router.sse import SERVER_SEND
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-_CORS = (
+CORS_HEADERS = (
     (b"access-control-allow-origin", b"*"),
     (b"access-control-expose-headers", b"X-Request-Id, Retry-After"),
 )
 _PREFLIGHT = (
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-allow-methods", b"GET, HEAD, POST, OPTIONS"),
     (b"access-control-max-age", b"600"),
     (b"vary", b"Access-Control-Request-Headers"),
 )
@@ -42,6 +44,13 @@ def error_headers(error: OctavoError) -> dict[str, str]:
     return headers
 
 
+def trace_of(error: BaseException) -> str:
+    """Where an error of ours arose. Not what it says: that may quote a prompt, and prompts are
+    never logged."""
+    lines = traceback.format_tb(error.__traceback__)
+    return f"{type(error).__name__} at\n{''.join(lines).rstrip()}"
+
+
 class Edge:
     """Wraps the whole application."""
 
@@ -55,7 +64,7 @@ class Edge:
         headers: Headers = scope["headers"]
         given = _first(headers, b"x-request-id")
         request_id = clean_request_id(given.decode("latin-1") if given is not None else None)
-        extra = [*_CORS, (b"x-request-id", request_id.encode())]
+        extra = [*CORS_HEADERS, (b"x-request-id", request_id.encode())]
         if scope["method"] == "OPTIONS":
             await _send(send, 204, [*extra, *_PREFLIGHT, _allowed(headers)], b"")
             return
@@ -74,11 +83,14 @@ class Edge:
                 scope["octavo.tenant"] = tenant
             scope["octavo.request_id"] = request_id
             scope[SERVER_SEND] = send
+            if scope["method"] == "HEAD":
+                # A copy: the server's own says that no body goes out.
+                scope = {**scope, "method": "GET"}
             await self.app(scope, receive, send_extra)
         except OctavoError as error:
             await _send_error(send_extra, error)
-        except Exception:
-            log.exception("request %s failed", request_id)
+        except Exception as error:
+            log.error("request %s failed: %s", request_id, trace_of(error))
             if not is_started:
                 await _send_error(send_extra, OctavoError("the router failed; see its log"))
 

@@ -3,24 +3,32 @@
 Must not know: fields. Entry point: `read_object`.
 """
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
 from octavo.errors import CancelledError, InvalidRequestError, RequestTooLargeError
+from octavo_router.params import show
 
 _JSON = "application/json"
+_MAX_PARAM_CHARS = 80
+# Longer bodies may take tens of milliseconds, which streams on the event loop would feel.
+_LONG_BYTES = 256 << 10
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body.
 
-    NaN and Infinity, lone surrogates, another encoding, and nesting that exhausts the parser are
-    refused. Raises InvalidRequestError, RequestTooLargeError.
+    NaN and Infinity, lone surrogates, another encoding, a key twice in one object, and nesting
+    that exhausts the parser are refused. Raises InvalidRequestError, RequestTooLargeError.
     """
     _check_headers(request, max_bytes)
-    return parse_object(await _read(request, max_bytes))
+    data = await _read(request, max_bytes)
+    if len(data) > _LONG_BYTES:
+        return await asyncio.to_thread(parse_object, data)
+    return parse_object(data)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
@@ -66,7 +74,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise InvalidRequestError("the body is empty: send a JSON object")
     try:
         text = data.decode()
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles
+        )
         if "\\u" in text:
             # An escape may spell half of a surrogate pair, which no encoder takes later.
             json.dumps(value, ensure_ascii=False).encode()
@@ -94,3 +104,16 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise InvalidRequestError(f"the body isn't JSON: {name} is no JSON number")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Of two equal keys one reader would take the first and another the last."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        doubled = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise InvalidRequestError(
+            f"the body has the key {show(doubled)} twice in one object: send it once",
+            param=doubled[:_MAX_PARAM_CHARS],
+        )
+    return value

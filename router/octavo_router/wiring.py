@@ -7,10 +7,13 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import secrets
 import socket
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -27,15 +30,18 @@ from octavo_router.app import create_app
 from octavo_router.auth import KeyRing
 from octavo_router.generation_defaults import load_generation_defaults
 from octavo_router.grpc_api import InferenceServicer
+from octavo_router.http_connection import Bounds, HttpConnection
 from octavo_router.pipeline import Pipeline
 from octavo_router.service import Service
 from octavo_router.sessions import Sessions
-from octavo_router.sse import MAX_STALL_S
 from octavo_router.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
+_MAX_FILES = 1 << 16
+# Files that are no HTTP connections: gRPC clients and sessions, sockets, libraries.
+_OTHER_FILES = 256
 # After SIGTERM: time for load balancers to see that this router isn't ready any more.
 _UNREADY_S = 0.2
 
@@ -83,10 +89,10 @@ async def run_router(settings: RouterSettings) -> None:
 async def serve_doors(service: Service) -> None:
     """Listen on HTTP and gRPC, say so, and drain after the first signal."""
     settings = service.settings
-    http_socket = bind(settings.host, settings.port)
+    http_socket = bind(settings.host, settings.port, settings.write_stall_s)
     http_port = http_socket.getsockname()[1]
-    http = HttpServer(create_app(service), settings.drain_grace_s)
-    grpc_server = GrpcServer()
+    http = HttpServer(create_app(service), settings)
+    grpc_server = GrpcServer(max_receive_bytes=settings.max_body_bytes)
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceServicer(service), grpc_server.server
     )
@@ -128,10 +134,16 @@ async def _follow_readiness(service: Service, server: GrpcServer) -> None:
 class HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers and access log."""
 
-    def __init__(self, app: ASGIApp, grace_s: float) -> None:
+    def __init__(self, app: ASGIApp, settings: RouterSettings) -> None:
+        bounds = Bounds(
+            max_header_bytes=settings.max_header_bytes,
+            read_timeout_s=settings.read_timeout_s,
+            write_stall_s=settings.write_stall_s,
+            max_connections=raise_file_limit() - _OTHER_FILES,
+        )
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=cast(Any, partial(HttpConnection, bounds=bounds)),
             ws="none",
             lifespan="off",
             access_log=False,
@@ -140,7 +152,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             # Longer than clients keep idle connections: it is they who should close them.
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+            timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),
         )
         super().__init__(config)
         self.is_listening = asyncio.Event()
@@ -155,15 +167,25 @@ class HttpServer(uvicorn.Server):
         self.is_listening.set()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; connections inherit its options. Raises ConfigurationError."""
+def raise_file_limit() -> int:
+    """Allow this process all the open files that it may have; how many. A connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+def bind(host: str, port: int, stall_s: float) -> socket.socket:
+    """A listening socket; connections inherit its options. A client that acknowledges nothing
+    for `stall_s` is dropped by the kernel. Raises ConfigurationError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # The kernel drops a client that doesn't read for this long.
-        stall_ms = int(MAX_STALL_S * 1000)
+        stall_ms = int(stall_s * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
     try:
         listener.bind((host, port))

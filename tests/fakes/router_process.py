@@ -110,7 +110,9 @@ async def running_router(
             if not fake.address:
                 await stack.enter_async_context(fake)
         addresses = tuple(fake.address for fake in fakes)
-        config = RouterSettings(**{"port": 0, "schedulers": addresses} | settings)
+        config = RouterSettings(
+            **{"port": 0, "schedulers": addresses, "drain_grace_s": 1.0} | settings
+        )
         router = await _start(config, registry or MemoryRegistry(), stack)
         if wait_ready:
             await until(lambda: router.value("octavo_router_sessions") == len(fakes))
@@ -148,9 +150,9 @@ async def _start(
     )
     await sessions.start()
     stack.push_async_callback(sessions.close)
-    listener = bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0, config.write_stall_s)
     http_port = listener.getsockname()[1]
-    http = HttpServer(create_app(service), grace_s=1)
+    http = HttpServer(create_app(service), config)
     serving = asyncio.create_task(http.serve([listener]))
 
     async def stop_http() -> None:
