@@ -63,6 +63,7 @@ class _Process:
         self._leadership = Leadership(secrets.token_hex(8), settings.leader_silence_s)
         self._metrics = WorkerMetrics(CollectorRegistry())
         self._registry: Registry = open_registry(settings.redis_url, settings.fleet)
+        self._metrics.redis_lag.set_function(self._registry.lag_s)
         self._record: WorkerRecord | None = None
 
     async def run(self) -> int:

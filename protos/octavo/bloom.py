@@ -25,8 +25,9 @@ from octavo.blocks import HASH_BYTES, HASH_VERSION
 _MAGIC = b"OBF1"
 _HEADER = struct.Struct("<4sBBHQQ")
 _MAX_PROBES = 30
-# Hashes looked up at once: most runs are short, and a largest step bounds memory when adding.
-_FIRST_STEP, _LARGEST_STEP = 64, 1 << 16
+# Hashes looked up at once: most runs are short. The largest step stays within a core's cache,
+# and gives other threads the interpreter back within a millisecond.
+_FIRST_STEP, _LARGEST_STEP = 64, 1 << 12
 
 
 class BloomFilter:

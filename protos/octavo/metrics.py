@@ -67,6 +67,9 @@ class _Metrics:
         self.registry.register(tally)
         return tally
 
+    def _redis_lag(self) -> Gauge:
+        return self._gauge("redis_lag_seconds", "Age of the oldest state not in Redis; 0 = none")
+
     def add_collector(self, collector: Collector) -> None:
         """Values computed at scrape time."""
         self.registry.register(collector)
@@ -116,6 +119,9 @@ class SchedulerMetrics(_Metrics):
             "kv_blocks", "KV blocks by worker and state (used, cached, free)", ("worker", "state")
         )
         self.kv_usage = self._gauge("kv_cache_usage_ratio", "Used blocks over all, 0 to 1")
+        self.kv_utilization = self._gauge(
+            "kv_utilization_ratio", "Filled KV slots over slots of used blocks, 0 to 1", ("worker",)
+        )
         self.prefix_queries = self._counter(
             "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"
         )
@@ -137,7 +143,7 @@ class SchedulerMetrics(_Metrics):
         )
         self.steps = self._counter("steps_total", "Steps whose results were read", ("worker",))
         self.workers = self._gauge("workers", "Workers led")
-        self.redis_lag = self._gauge("redis_lag_seconds", "Age of the oldest unwritten state")
+        self.redis_lag = self._redis_lag()
 
 
 class WorkerMetrics(_Metrics):
@@ -157,3 +163,4 @@ class WorkerMetrics(_Metrics):
         self.row_errors = self._counter("worker_row_errors_total", "Rows failed by the worker")
         self.epoch = self._gauge("worker_epoch", "Current epoch")
         self.is_led = self._gauge("worker_is_led", "1 while a leader's stream is live")
+        self.redis_lag = self._redis_lag()

@@ -69,8 +69,8 @@ class StateWriter:
             self._mark_unwritten(entry)
 
     def lag_s(self) -> float:
-        """Age of the oldest unwritten state, in s; 0 = all written."""
-        times = [entry.unwritten_since for entry in self._entries.values()]
+        """Age of the oldest unwritten state, in s; 0 = all written. From any thread."""
+        times = [entry.unwritten_since for entry in list(self._entries.values())]
         since = min((at for at in times if at is not None), default=None)
         return 0.0 if since is None else time.monotonic() - since
 

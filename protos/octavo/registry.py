@@ -47,8 +47,8 @@ class SchedulerRecord:
 class UsageRecord:
     """How full a worker is, told by its leader.
 
-    `sequence` counts the leader's records; bit `b` of `used_bitmap` (little-endian bit order)
-    says that block `b` is referenced.
+    `sequence` rises with each change that the leader tells; bit `b` of `used_bitmap`
+    (little-endian bit order) says that block `b` is referenced.
     """
 
     worker_id: str

@@ -112,9 +112,9 @@ class BlockPool:
     def hash_of(self, block: int) -> bytes | None:
         return self._hashes[block]
 
-    def hashes(self) -> list[bytes]:
-        """All indexed hashes."""
-        return list(self._index)
+    def hashes_of(self, blocks: slice) -> list[bytes]:
+        """Hashes of those of the blocks that a prefix can hit."""
+        return [block_hash for block_hash in self._hashes[blocks] if block_hash is not None]
 
     def forget(self, block: int) -> None:
         """The block's content is void: no prefix may find it."""

@@ -1,12 +1,16 @@
-"""Gauges of the cell, told by their owners: at scrape time, blocks by worker once a second.
+"""Gauges of the cell: sums at scrape time, those of each worker once a second.
 
-Must not know: HTTP. Entry points: `bind`, `set_blocks`.
+Scrapes come in a thread of their own, so what takes several looks is told from the event loop.
+
+Must not know: HTTP. Entry points: `bind`, `WorkerGauges.tell`.
 """
 
 from collections.abc import Callable
 
 from octavo.metrics import SchedulerMetrics
 from octavo_scheduler.core import Cell
+
+_BLOCK_STATES = ("used", "cached", "free")
 
 
 def bind(metrics: SchedulerMetrics, cell: Cell, redis_lag_s: Callable[[], float]) -> None:
@@ -21,15 +25,27 @@ def bind(metrics: SchedulerMetrics, cell: Cell, redis_lag_s: Callable[[], float]
     metrics.redis_lag.set_function(redis_lag_s)
 
 
-def set_blocks(metrics: SchedulerMetrics, cell: Cell) -> None:
-    """Blocks by worker and state; workers that left have none."""
-    metrics.blocks.clear()
-    for member in cell.members:
-        pool = member.state.pool
-        states = {
-            "used": pool.num_used,
-            "cached": pool.num_cached,
-            "free": pool.num_free - pool.num_cached,
-        }
-        for state, count in states.items():
-            metrics.blocks.labels(member.state.worker_id, state).set(count)
+class WorkerGauges:
+    """What each worker of a cell holds; workers that left have no gauges."""
+
+    def __init__(self, metrics: SchedulerMetrics, cell: Cell) -> None:
+        self._metrics = metrics
+        self._cell = cell
+        self._told: set[str] = set()
+
+    def tell(self) -> None:
+        """Set the gauges to the state of now."""
+        metrics = self._metrics
+        here: set[str] = set()
+        for member in self._cell.members:
+            worker_id, pool = member.state.worker_id, member.state.pool
+            here.add(worker_id)
+            counts = (pool.num_used, pool.num_cached, pool.num_free - pool.num_cached)
+            for state, count in zip(_BLOCK_STATES, counts, strict=True):
+                metrics.blocks.labels(worker_id, state).set(count)
+            metrics.kv_utilization.labels(worker_id).set(member.state.utilization())
+        for worker_id in self._told - here:
+            for state in _BLOCK_STATES:
+                metrics.blocks.remove(worker_id, state)
+            metrics.kv_utilization.remove(worker_id)
+        self._told = here

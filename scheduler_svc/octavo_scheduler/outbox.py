@@ -91,8 +91,8 @@ class Outbox:
             self._on_dirty()
 
     def started(self, note: StartedNote) -> None:
+        """It travels with the next frame: one of its own would hold up the first token's."""
         self._frame.started.append(note)
-        self._on_dirty()
 
     def finished(self, note: FinishedNote) -> None:
         self._frame.finished.append(note)

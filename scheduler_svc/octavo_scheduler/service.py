@@ -48,6 +48,7 @@ class SchedulerProcess:
         self.cell = Cell(settings, self.metrics, self._loop.time, self._pump_soon)
         self.registry = open_registry(settings.redis_url, settings.fleet)
         gauges.bind(self.metrics, self.cell, self.registry.lag_s)
+        self._worker_gauges = gauges.WorkerGauges(self.metrics, self.cell)
         self.links: dict[str, WorkerLink] = {}
         self.port = 0
         self._server = GrpcServer()
@@ -156,7 +157,7 @@ class SchedulerProcess:
             self.cell.give_up_waiting()
             if not self.settings.workers:
                 self._discover()
-            gauges.set_blocks(self.metrics, self.cell)
+            self._worker_gauges.tell()
             await ledger.publish(list(self.links.values()))
 
     def _discover(self) -> None:

@@ -111,7 +111,10 @@ class WorkerLink:
                 self.member = None
                 backoff_s = _MIN_BACKOFF_S
             if problem != last_problem:
-                logger.warning("worker %s: %s; trying again", self.address, problem)
+                # Services start in any order: a worker that isn't there yet is no trouble.
+                is_early = not self.worker_id and not last_problem
+                level = logging.INFO if is_early else logging.WARNING
+                logger.log(level, "worker %s: %s; trying again", self.address, problem)
                 last_problem = problem
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)

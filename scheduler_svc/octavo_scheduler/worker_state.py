@@ -258,10 +258,10 @@ class WorkerState:
 
     @property
     def num_returning(self) -> int:
-        """Preempted sequences that are about to queue again."""
+        """Preempted sequences that are about to queue again. From any thread."""
         return sum(
             leaving.end_as is None and leaving.sequence.state is State.LEAVING
-            for leaving in self.leaving.values()
+            for leaving in list(self.leaving.values())
         )
 
     # ---- drafting

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo_scheduler.outbox import Outbox
+from octavo_scheduler.outbox import Outbox, StartedNote
 from octavo_scheduler.results import TokenColumns
 
 STEP = st.dictionaries(
@@ -55,3 +55,20 @@ def test_merged_steps_keep_every_token_and_its_logprob(
     }
     assert set(tokens.logprobs) == with_logprobs
     assert all(tokens.logprobs[i] == ids[i] for i in with_logprobs)
+
+
+def test_a_start_travels_with_what_comes_next() -> None:
+    """A frame of its own would make the first token wait for the next flush."""
+    calls: list[None] = []
+    outbox = Outbox(lambda: calls.append(None))
+    note = StartedNote(1, 0, 16, 3)
+    outbox.started(note)
+    assert not calls
+    assert not outbox.is_empty
+    ids = np.array([7], np.uint32)
+    handle, index = np.array([1], np.uint64), np.array([0], np.uint32)
+    outbox.push(TokenColumns(np.ones(1, np.int64), handle, index, ids, {}))
+    assert len(calls) == 1
+    frame = outbox.take()
+    assert frame.started == [note]
+    assert frame.tokens is not None

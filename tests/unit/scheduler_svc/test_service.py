@@ -20,6 +20,7 @@ import pytest
 from octavo import WIRE_VERSION
 from octavo.blocks import BlockHashRoot, chain
 from octavo.bloom import BloomFilter
+from octavo.cli.ports import free_ports
 from octavo.registry import WorkerRecord
 from octavo.serving import open_channel
 from octavo.settings import SchedulerSettings
@@ -252,6 +253,33 @@ def test_describe_watch_and_gauges_agree() -> None:
                 await flight.over()
                 await until(lambda: is_quiet(process))
                 assert value("octavo_num_requests_running") == 0
+
+    run(test)
+
+
+def test_only_a_worker_that_was_led_before_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "octavo_scheduler.worker_link")
+
+    def levels() -> list[str]:
+        return [r.levelname for r in caplog.records if r.message.endswith("; trying again")]
+
+    async def test() -> None:
+        port = free_ports(1)[0]
+        settings = SchedulerSettings(port=0, workers=(f"127.0.0.1:{port}",))
+        process = SchedulerProcess(settings)
+        await process.start()
+        worker = FakeWorker()
+        try:
+            await until(lambda: levels() == ["INFO"])
+            await worker.start(port)
+            await until(lambda: bool(process.cell.members))
+            await worker.stop()
+            await until(lambda: "WARNING" in levels())
+            assert levels()[0] == "INFO"
+            assert "INFO" not in levels()[1:]
+        finally:
+            await worker.stop()
+            await process.stop()
 
     run(test)
 
