@@ -137,6 +137,8 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{model:path}", tags=["models"])
     async def retrieve_model(model: str) -> ModelCard:
         """One served name."""
+        if not model:
+            raise NotFoundError("no model named; see /v1/models")
         return card(service.served_name(model))
 
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from octavo.errors import CancelledError, InvalidRequestError, RequestTooLargeError
-from octavo_router.params import show
 
 _JSON = "application/json"
 _MAX_PARAM_CHARS = 80
@@ -112,8 +111,8 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) != len(pairs):
         seen: set[str] = set()
         doubled = next(name for name, _ in pairs if name in seen or seen.add(name))
+        doubled = doubled[:_MAX_PARAM_CHARS]
         raise InvalidRequestError(
-            f"the body has the key {show(doubled)} twice in one object: send it once",
-            param=doubled[:_MAX_PARAM_CHARS],
+            f"the body has the key {doubled!a} twice in one object: send it once", param=doubled
         )
     return value

@@ -50,6 +50,7 @@ class RunningRouter:
     http: httpx.AsyncClient
     inference: inference_pb2_grpc.InferenceStub
     http_port: int
+    server: HttpServer
 
     async def open_stalled(self, body: dict[str, Any]) -> asyncio.StreamWriter:
         """POST to /v1/completions, read the headers and then nothing more; little is buffered."""
@@ -58,7 +59,7 @@ class RunningRouter:
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.http_port))
         reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
-        data = json.dumps({**body, "stream": True}).encode()
+        data = json.dumps({"stream": True, **body}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         await reader.readuntil(b"\r\n")
@@ -171,4 +172,5 @@ async def _start(
     client = await stack.enter_async_context(
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=GUARD_S)
     )
-    return RunningRouter(service, client, inference_pb2_grpc.InferenceStub(channel), http_port)
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    return RunningRouter(service, client, stub, http_port, http)
