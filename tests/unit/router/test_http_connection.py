@@ -329,7 +329,7 @@ def test_a_refused_client_that_goes_on_sending_is_dropped(monkeypatch: Any) -> N
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_does_not_read_is_dropped(is_stream: bool) -> None:
     async def check(router: RunningRouter, fake: Any, dial: Dial) -> None:
-        body = {"prompt": ["a"] * 8, "n": 4, "max_tokens": 600, "logprobs": 5}
+        body = {"prompt": ["a"] * 8, "n": 8, "max_tokens": 1200, "logprobs": 5}
         writer = await router.open_stalled({**body, "stream": is_stream})
         await until(lambda: len(fake.submits) == 8)
         await until(lambda: router.value("octavo_requests_in_flight") == 0)
