@@ -8,9 +8,9 @@ import pytest
 from tests.e2e.stack import Stack
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo_stack(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The demo model behind all three services."""
+    """The demo model behind all three services; tests leave it idle."""
     flags = ("--check-integrity", "true")
     folder = tmp_path_factory.mktemp("demo-stack")
     with Stack(folder, model=demo_folder, scheduler_flags=flags) as stack:
