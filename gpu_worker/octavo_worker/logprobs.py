@@ -1,4 +1,7 @@
-"""Log-probabilities of drawn tokens, of the raw logits (before temperature and filters).
+"""Log-probabilities of tokens, drawn or given, under the raw logits.
+
+Raw: before penalties, bias, masks, temperature and filters. So a token that those favoured or
+barred is reported as the model alone sees it, with its rank even outside the alternatives.
 
 Must not know: rows, plans' checks. Entry points: `gather_logprobs`, `to_entries`.
 
@@ -15,7 +18,7 @@ from octavo_worker.plan import EntryLogprobs
 
 
 class LogprobTensors(NamedTuple):
-    """Still on the device."""
+    """On the device, or on their way to the host."""
 
     logprob: torch.Tensor  # fp32 [E']
     rank: torch.Tensor  # int64 [E'], 0 = the likeliest
@@ -44,8 +47,8 @@ def to_entries(
     """On the host: `entries` are the columns' indices, `counts` the alternatives each wants."""
     logprobs = tensors.logprob.tolist()
     ranks = tensors.rank.tolist()
-    ids = tensors.top_ids.cpu().numpy().astype(np.uint32)
-    values = tensors.top_logprobs.cpu().numpy()
+    ids = tensors.top_ids.numpy().astype(np.uint32)
+    values = tensors.top_logprobs.numpy()
     return [
         EntryLogprobs(entry, logprobs[i], ranks[i], ids[i, :count], values[i, :count])
         for i, (entry, count) in enumerate(zip(entries, counts, strict=True))

@@ -7,6 +7,7 @@ E entries (drawn tokens) of a step, E' of them asked for logprobs.
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,10 @@ import torch
 
 from octavo_worker.logprobs import LogprobTensors, to_entries
 from octavo_worker.plan import I64, EntryLogprobs, RowEvent, RowFault, StepOutcome
-from octavo_worker.row_book import StepWork
+from octavo_worker.prompt_logprobs import to_prompt_logprobs
+from octavo_worker.prompt_piece import PromptPiece
 from octavo_worker.rows import NOTHING_DRAWN
+from octavo_worker.step_work import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,13 @@ class Draw:
     logprob_entries: list[int]  # [E']
     logprob_counts: list[int]  # [E'] alternatives that each wants
     logprobs: LogprobTensors | None
+
+
+class PromptDraw(NamedTuple):
+    """Log-probabilities of prompt tokens, filled once the step is done."""
+
+    piece: PromptPiece
+    tensors: LogprobTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class PendingStep:
     work: StepWork
     faults: tuple[RowFault, ...]
     draw: Draw | None
+    prompt: tuple[PromptDraw, ...]
     began: torch.cuda.Event | None
     done: torch.cuda.Event | None
     launched_ns: int
@@ -61,7 +72,7 @@ class PendingStep:
             columns = np.stack([work.entry_rows, work.entry_generations, tokens, events])
             logprobs = _logprobs(self.draw, events)
             columns = columns[:, is_drawn]
-        faults = (*self.faults, *_device_faults(columns))
+        faults = (*self.faults, *_device_faults(columns, work))
         columns = np.concatenate([columns, _fault_columns(self.faults)], axis=1)
         return StepOutcome(
             step=self.step,
@@ -77,6 +88,7 @@ class PendingStep:
             num_decode_tokens=len(work.decode_rows),
             wait_us=self.wait_us,
             step_us=self.step_us(),
+            prompt_logprobs=tuple(to_prompt_logprobs(*drawn) for drawn in self.prompt),
         )
 
 
@@ -93,11 +105,19 @@ def _logprobs(draw: Draw, events: npt.NDArray[np.int64]) -> tuple[EntryLogprobs,
     return tuple(item for item, is_kept in zip(found, has_value, strict=True) if is_kept)
 
 
-def _device_faults(columns: I64) -> list[RowFault]:
-    bad = columns[:, columns[3] == RowEvent.ERROR]
-    return [
-        RowFault(row, generation, "non-finite logits") for row, generation in bad[:2].T.tolist()
-    ]
+def _device_faults(columns: I64, work: StepWork) -> list[RowFault]:
+    bad = columns[:2, columns[3] == RowEvent.ERROR].T.tolist()
+    if not bad:
+        return []
+    ruled = set(work.entry_rows[work.rules.all()].tolist()) if work.rules is not None else set()
+    return [RowFault(row, generation, _bad_value(row in ruled)) for row, generation in bad]
+
+
+def _bad_value(has_rules: bool) -> str:
+    """What a row can fail of on the device."""
+    if has_rules:
+        return "non-finite logits, or bias, allowed_token_ids, bad_words and min_tokens bar all"
+    return "non-finite logits"
 
 
 def _fault_columns(faults: tuple[RowFault, ...]) -> I64:

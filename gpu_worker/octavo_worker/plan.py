@@ -25,6 +25,39 @@ class Sampling:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias_ids: tuple[int, ...] = ()
+    logit_bias_values: tuple[float, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
+
+    @property
+    def has_penalty(self) -> bool:
+        has_additive = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return has_additive or self.repetition_penalty != 1
+
+    @property
+    def bad_ids(self) -> tuple[int, ...]:
+        """Bad words of one token: never drawn."""
+        return tuple(word[0] for word in self.bad_words if len(word) == 1)
+
+    @property
+    def bad_phrases(self) -> tuple[tuple[int, ...], ...]:
+        """Bad words of several tokens: the last one depends on those before it."""
+        return tuple(word for word in self.bad_words if len(word) > 1)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to logits that stays the same for the row's whole life."""
+        return bool(self.logit_bias_ids or self.allowed_token_ids or self.bad_ids)
+
+    @property
+    def needs_history(self) -> bool:
+        has_prompt_logprobs = self.prompt_logprobs is not None
+        return self.has_penalty or bool(self.bad_phrases) or has_prompt_logprobs
 
     @property
     def is_greedy(self) -> bool:
@@ -35,9 +68,13 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+def _no_ids() -> I64:
+    return np.empty(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class RowAdd:
-    """A sequence takes a row."""
+    """A sequence takes a row. `history_token_ids`: all known tokens, for rows that need them."""
 
     row: int
     generation: int
@@ -47,6 +84,8 @@ class RowAdd:
     num_computed_tokens: int
     max_total_tokens: int
     min_total_tokens: int = 0
+    history_token_ids: I64 = field(default_factory=_no_ids)
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +153,19 @@ class EntryLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of n consecutive prompt tokens, the first at position `start`; A alternatives each."""
+
+    row: int
+    generation: int
+    start: int
+    logprobs: list[float]
+    ranks: list[int]
+    top_token_ids: U32  # [n, A]
+    top_logprobs: npt.NDArray[np.float32]  # [n, A]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step drew, in columns with one entry a token."""
 
@@ -130,3 +182,4 @@ class StepOutcome:
     num_decode_tokens: int
     wait_us: int
     step_us: int
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

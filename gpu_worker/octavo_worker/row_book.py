@@ -11,14 +11,16 @@ Must not know: tensors, gRPC. Entry points: `RowBook.apply`, `RowBook.compose`,
 `RowBook.settle`.
 """
 
-import math
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowEvent, RowFault
+from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowEvent, RowFault, Sampling
+from octavo_worker.prompt_piece import PromptPiece, piece_of
+from octavo_worker.row_limits import RowLimits, problem_of
+from octavo_worker.step_work import RuleEntries, StepWork
 
 NO_LOGPROBS = -1
 
@@ -32,6 +34,14 @@ class RowState(IntEnum):
     DEAD = 3
 
 
+class Rule(IntFlag):
+    """What changes a row's logits before its draws."""
+
+    PENALTIES = 1
+    BIAS = 2
+    PHRASES = 4
+
+
 @dataclass(frozen=True, slots=True)
 class RowChanges:
     """What a plan changes in the row tensors, checked; and the rows that it failed."""
@@ -41,47 +51,6 @@ class RowChanges:
     block_updates: I64  # [n, 3]: row, table index, block id
     chunks: tuple[Chunk, ...]
     faults: tuple[RowFault, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """The rows of one step. Entries (drawn tokens): last chunks in order, then decode rows."""
-
-    chunks: tuple[Chunk, ...]
-    decode_rows: I64  # [S]
-    max_context_decode: int
-    entry_rows: I64  # [E]
-    entry_generations: I64  # [E]
-    logprob_counts: I64  # [E] alternatives wanted, NO_LOGPROBS = none at all
-    all_greedy: bool
-    any_filter: bool
-    written_blocks: I64
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prefill_tokens + len(self.decode_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLimits:
-    """The bounds that plans are checked against."""
-
-    num_rows: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-
-    @property
-    def max_blocks_per_row(self) -> int:
-        return -(-self.max_model_len // self.block_size)
-
-    def has_row(self, row: int) -> bool:
-        return 0 <= row < self.num_rows
 
 
 class RowBook:
@@ -99,10 +68,15 @@ class RowBook:
         self._is_greedy = np.zeros(shape, np.bool_)
         self._has_filter = np.zeros(shape, np.bool_)
         self._logprob_counts = np.zeros(shape, np.int64)
+        self._min_total = np.zeros(shape, np.int64)
+        self._rules = np.zeros(shape, np.uint8)
+        # Rows that prefill and asked for their prompt's log-probabilities.
+        self._reporting: dict[int, RowAdd] = {}
 
     def clear(self) -> None:
         """Free all rows."""
         self._state[:] = RowState.FREE
+        self._reporting.clear()
 
     @property
     def num_live_rows(self) -> int:
@@ -134,6 +108,7 @@ class RowBook:
         if not self.limits.has_row(row):
             return False
         self._state[row] = RowState.FREE
+        self._reporting.pop(row, None)
         return True
 
     def _add(self, add: RowAdd, faults: list[RowFault]) -> bool:
@@ -143,7 +118,7 @@ class RowBook:
         if self._state[add.row] in (RowState.PREFILLING, RowState.DECODING):
             self._fail(add.row, f"row {add.row} was added again without being removed", faults)
         self._generation[add.row] = add.generation
-        problem = self._problem_of(add)
+        problem = problem_of(add, self.limits)
         if problem:
             self._fail(add.row, problem, faults)
             return False
@@ -156,25 +131,12 @@ class RowBook:
         self._has_filter[add.row] = add.sampling.has_filter
         wanted = add.sampling.logprobs
         self._logprob_counts[add.row] = NO_LOGPROBS if wanted is None else wanted
+        self._min_total[add.row] = add.min_total_tokens
+        self._rules[add.row] = _rules_of(add.sampling)
+        self._reporting.pop(add.row, None)
+        if add.sampling.prompt_logprobs is not None:
+            self._reporting[add.row] = add
         return True
-
-    def _problem_of(self, add: RowAdd) -> str | None:
-        limits, sampling = self.limits, add.sampling
-        if len(add.block_ids) > limits.max_blocks_per_row:
-            return f"{len(add.block_ids)} blocks: at most {limits.max_blocks_per_row} fit a row"
-        if not self._are_blocks(add.block_ids):
-            return f"a block id is outside 1 .. {limits.num_blocks - 1}"
-        if not 0 < add.max_total_tokens <= limits.max_model_len:
-            return f"max_total_tokens {add.max_total_tokens}: must be 1 .. {limits.max_model_len}"
-        if add.num_computed_tokens > len(add.block_ids) * limits.block_size:
-            return f"{add.num_computed_tokens} computed tokens exceed {len(add.block_ids)} blocks"
-        is_sane = (
-            (math.isfinite(sampling.temperature) and sampling.temperature >= 0)
-            and 0 < sampling.top_p <= 1
-            and 0 <= sampling.min_p <= 1
-            and sampling.top_k >= 0
-        )
-        return None if is_sane else f"sampling parameters out of range: {sampling}"
 
     def _update(self, update: list[int], faults: list[RowFault]) -> bool:
         row, index, block_id = update
@@ -234,11 +196,6 @@ class RowBook:
     def _outside(self, row: int) -> str:
         return f"row {row} is outside 0 .. {self.limits.num_rows - 1}"
 
-    def _are_blocks(self, block_ids: I64) -> bool:
-        if len(block_ids) == 0:
-            return True
-        return bool(block_ids.min() > 0 and block_ids.max() < self.limits.num_blocks)
-
     # Composing a step -----------------------------------------------------------------
 
     @property
@@ -256,6 +213,9 @@ class RowBook:
         written = [self._blocks_of(chunk) for chunk in chunks]
         positions = self._num_computed[decode_rows]
         written.append(self._block_table[decode_rows, positions // self.limits.block_size])
+        self._num_computed[decode_rows] += 1
+        # The draw brings the known tokens to this many.
+        totals = self._num_computed[entry_rows] + 1
         work = StepWork(
             chunks=chunks,
             decode_rows=decode_rows,
@@ -265,13 +225,36 @@ class RowBook:
             logprob_counts=self._logprob_counts[entry_rows],
             all_greedy=bool(self._is_greedy[entry_rows].all()),
             any_filter=bool(self._has_filter[entry_rows].any()),
+            rules=self._rule_entries(entry_rows, totals),
+            prompt_pieces=self._prompt_pieces(chunks) if self._reporting else (),
             written_blocks=np.concatenate(written),
         )
-        self._num_computed[decode_rows] += 1
-        # The draw brings the known tokens to num_computed + 1.
-        is_full = self._num_computed[entry_rows] + 1 >= self._max_total[entry_rows]
-        self._state[entry_rows[is_full]] = RowState.DEAD
+        self._state[entry_rows[totals >= self._max_total[entry_rows]]] = RowState.DEAD
         return work
+
+    def _rule_entries(self, entry_rows: I64, totals: I64) -> RuleEntries | None:
+        rules = self._rules[entry_rows]
+        is_unfinished = totals < self._min_total[entry_rows]
+        if not (rules.any() or is_unfinished.any()):
+            return None
+        return RuleEntries(
+            penalties=np.flatnonzero(rules & Rule.PENALTIES),
+            bias=np.flatnonzero(rules & Rule.BIAS),
+            phrases=np.flatnonzero(rules & Rule.PHRASES),
+            unfinished=np.flatnonzero(is_unfinished),
+        )
+
+    def _prompt_pieces(self, chunks: tuple[Chunk, ...]) -> tuple[PromptPiece, ...]:
+        pieces: list[PromptPiece] = []
+        first_state = 0
+        for chunk in chunks:
+            if (add := self._reporting.get(chunk.row)) is not None:
+                piece = piece_of(add, chunk, first_state)
+                pieces += [piece] if piece is not None else []
+                if chunk.is_last:
+                    del self._reporting[chunk.row]
+            first_state += len(chunk.token_ids)
+        return tuple(pieces)
 
     def _decode_rows(self, chunks: tuple[Chunk, ...]) -> I64:
         has_room = self._num_computed < self._num_blocks * self.limits.block_size
@@ -292,3 +275,9 @@ class RowBook:
         is_dead = (events != RowEvent.ALIVE) & (self._generation[rows] == generations)
         is_dead &= self._state[rows] != RowState.FREE
         self._state[rows[is_dead]] = RowState.DEAD
+
+
+def _rules_of(sampling: Sampling) -> Rule:
+    rules = Rule.PENALTIES if sampling.has_penalty else Rule(0)
+    rules |= Rule.BIAS if sampling.has_bias else Rule(0)
+    return rules | (Rule.PHRASES if sampling.bad_phrases else Rule(0))

@@ -1,10 +1,10 @@
 """Runs steps: read this first.
 
 A step is: take in the plan's changes (`row_book` checks them, `rows` holds them on the
-device), build the inputs, run the model, draw tokens, write them back into the rows, and copy
-ids and events to the host. `submit` launches a step, `poll` reads the oldest one's outcome.
-On a CPU a step is over when `submit` returns; on a card it runs on while the next ones are
-launched, since nothing that a launch needs waits for a result.
+device), build the inputs, run the model, apply the logits' rules (`logit_rules`), draw tokens,
+write them back into the rows, and copy ids and events to the host. `submit` launches a step,
+`poll` reads the oldest one's outcome. On a CPU a step is over when `submit` returns; on a card it
+runs on while the next ones are launched, since nothing that a launch needs waits for a result.
 
 Must not know: gRPC, leaders, clients. Entry points: `Runner.submit`, `Runner.poll`.
 """
@@ -18,13 +18,17 @@ import torch
 
 from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.backends.base import Backend
-from octavo_worker.logprobs import gather_logprobs
-from octavo_worker.pending_step import Draw, PendingStep
+from octavo_worker.logit_rules import LogitRules
+from octavo_worker.logprobs import LogprobTensors, gather_logprobs
+from octavo_worker.pending_step import Draw, PendingStep, PromptDraw
 from octavo_worker.plan import Plan, RowFault, StepOutcome
-from octavo_worker.row_book import NO_LOGPROBS, RowBook, RowLimits, StepWork
+from octavo_worker.prompt_logprobs import gather_piece
+from octavo_worker.row_book import NO_LOGPROBS, RowBook
+from octavo_worker.row_limits import RowLimits
 from octavo_worker.rows import RowTensors
 from octavo_worker.sealed_blocks import SealedBlocks
 from octavo_worker.step_inputs import build_step_inputs
+from octavo_worker.step_work import StepWork
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -59,6 +63,7 @@ class Runner:
         self._limits = limits
         self._book = RowBook(limits)
         self._rows = RowTensors(limits.num_rows, limits.max_blocks_per_row, device)
+        self._rules = LogitRules(limits, self._rows)
         self._pending: deque[PendingStep] = deque()
         self._step = 0
         self._plan_id = 0
@@ -86,6 +91,7 @@ class Runner:
         self._step = self._plan_id = self._repeat = self._decode_until = 0
         self._book.clear()
         self._rows.clear()
+        self._rules.clear()
 
     @torch.inference_mode()
     def submit(self, plan: Plan | None, arrived_ns: int | None = None) -> None:
@@ -103,7 +109,7 @@ class Runner:
         else:
             work, faults = self._apply(plan)
         self.sealed.drop(work.written_blocks)
-        draw = self._run(work) if work.num_tokens else None
+        draw, prompt = self._run(work) if work.num_tokens else (None, ())
         self._pending.append(
             PendingStep(
                 step=self._step,
@@ -112,6 +118,7 @@ class Runner:
                 work=work,
                 faults=faults,
                 draw=draw,
+                prompt=prompt,
                 began=began,
                 done=self._record_event(),
                 launched_ns=launched_ns,
@@ -145,8 +152,10 @@ class Runner:
         changes = self._book.apply(plan)
         if changes.removed_rows:
             self._rows.remove(changes.removed_rows)
+            self._rules.remove(changes.removed_rows)
         if changes.added_rows:
             self._rows.add(changes.added_rows)
+            self._rules.add(changes.added_rows)
             for add in changes.added_rows:
                 self.sealed.touch(add.block_ids.tolist())
         if len(changes.block_updates):
@@ -156,12 +165,16 @@ class Runner:
             self._rows.remove(failed)
         return self._book.compose(changes.chunks), changes.faults
 
-    def _run(self, work: StepWork) -> Draw | None:
+    def _run(self, work: StepWork) -> tuple[Draw | None, tuple[PromptDraw, ...]]:
         inputs = build_step_inputs(work, self._rows, self._limits.block_size)
         hidden = self._model.forward(inputs, self._kv_caches, self._backend)
-        if len(work.entry_rows) == 0:
-            return None
-        return self._draw(work, inputs, hidden)
+        draw = self._draw(work, inputs, hidden) if len(work.entry_rows) else None
+        to_logits, vocab_size = self._model.logits, self._limits.vocab_size
+        prompt: list[PromptDraw] = []
+        for piece in work.prompt_pieces:
+            tensors = gather_piece(piece, hidden, to_logits, vocab_size)
+            prompt.append(PromptDraw(piece, self._logprobs_to_host(tensors)))
+        return draw, tuple(prompt)
 
     def _draw(self, work: StepWork, inputs: StepInputs, hidden: torch.Tensor) -> Draw:
         """Draw a token for every entry and write it into its row."""
@@ -173,22 +186,38 @@ class Runner:
         was_live = self._rows.is_live[rows]
         was_live[:num_last] = True
         logits = self._model.logits(self._entries(work, inputs, hidden))
+        wanted = np.flatnonzero(work.logprob_counts != NO_LOGPROBS)
+        counts = work.logprob_counts[wanted].tolist()
+        index = self._rows.upload(wanted) if counts else None
+        raw_logits = logits[index] if index is not None else None
+        tokens, is_good = self._sample(work, logits, rows, positions)
+        events = self._rows.advance(rows, positions, tokens, was_live, is_good)
+        logprobs = None
+        if raw_logits is not None:
+            tensors = gather_logprobs(raw_logits, tokens[index], max(counts))
+            logprobs = self._logprobs_to_host(tensors)
+        packed = torch.stack([tokens, events])
+        return Draw(self._to_host(packed), wanted.tolist(), counts, logprobs)
+
+    def _sample(
+        self, work: StepWork, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens int64 [E], whether each row's logits were good bool [E]); changes `logits`."""
+        rules = None
+        if work.rules is not None:
+            rules = self._rules.of_step(work.rules, work.entry_rows, positions)
+            self._rules.apply(rules, logits, rows)
         # The maximum of a row with a NaN is NaN, of one with nothing finite -inf; a logit of -inf
-        # among others only says that its token is never drawn.
-        is_finite = logits.amax(dim=-1).isfinite()
+        # among others only says that its token is never drawn. No rule hides a NaN or +inf: what
+        # they mask, they mask by adding -inf.
+        is_good = logits.amax(dim=-1).isfinite()
         params = self._rows.sampling_tensors(
             rows, positions, all_greedy=work.all_greedy, any_filter=work.any_filter
         )
         tokens = self._backend.sample(logits, params)
-        events = self._rows.advance(rows, positions, tokens, was_live, is_finite)
-        wanted = np.flatnonzero(work.logprob_counts != NO_LOGPROBS)
-        counts = work.logprob_counts[wanted].tolist()
-        logprobs = None
-        if counts:
-            index = self._rows.upload(wanted)
-            logprobs = gather_logprobs(logits[index], tokens[index], max(counts))
-        packed = torch.stack([tokens, events])
-        return Draw(self._to_host(packed), wanted.tolist(), counts, logprobs)
+        if rules is not None:
+            self._rules.note(rules, tokens)
+        return tokens, is_good
 
     def _entries(self, work: StepWork, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states [E, hidden size] that tokens are drawn from."""
@@ -205,6 +234,9 @@ class Runner:
             return tensor
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return pinned.copy_(tensor, non_blocking=True)
+
+    def _logprobs_to_host(self, tensors: LogprobTensors) -> LogprobTensors:
+        return LogprobTensors(*map(self._to_host, tensors))
 
     def _record_event(self) -> torch.cuda.Event | None:
         if self._device.type == "cpu":

@@ -12,7 +12,16 @@ import numpy as np
 from octavo.blocks import HASH_BYTES
 from octavo.errors import FailedPreconditionError
 from octavo.v1 import common_pb2, worker_pb2
-from octavo_worker.plan import I64, Chunk, EntryLogprobs, Plan, RowAdd, Sampling, StepOutcome
+from octavo_worker.plan import (
+    I64,
+    Chunk,
+    EntryLogprobs,
+    Plan,
+    PromptLogprobs,
+    RowAdd,
+    Sampling,
+    StepOutcome,
+)
 from octavo_worker.spec import Capacity, Spec
 
 # Far below the message limit: 20 bytes a block.
@@ -23,6 +32,16 @@ def _u32s(data: bytes, name: str) -> I64:
     if len(data) % 4:
         raise FailedPreconditionError(f"{name}: {len(data)} bytes are no packed u32")
     return np.frombuffer(data, "<u4").astype(np.int64)
+
+
+def _ids(data: bytes, name: str) -> tuple[int, ...]:
+    return tuple(_u32s(data, name).tolist()) if data else ()
+
+
+def _f32s(data: bytes, name: str) -> tuple[float, ...]:
+    if len(data) % 4:
+        raise FailedPreconditionError(f"{name}: {len(data)} bytes are no packed f32")
+    return tuple(np.frombuffer(data, "<f4").tolist()) if data else ()
 
 
 def plan_from_proto(message: worker_pb2.Plan) -> Plan:
@@ -51,6 +70,8 @@ def _row_add(add: worker_pb2.RowAdd) -> RowAdd:
         num_computed_tokens=add.num_computed_tokens,
         max_total_tokens=add.max_total_tokens,
         min_total_tokens=add.min_total_tokens,
+        history_token_ids=_u32s(add.history_token_ids, "history_token_ids"),
+        num_prompt_tokens=add.num_prompt_tokens,
     )
 
 
@@ -62,8 +83,18 @@ def _sampling(params: common_pb2.SamplingParams) -> Sampling:
         top_k=params.top_k,
         min_p=params.min_p,
         seed=params.seed,
-        stop_token_ids=tuple(_u32s(params.stop_token_ids, "stop_token_ids").tolist()),
+        stop_token_ids=_ids(params.stop_token_ids, "stop_token_ids"),
         logprobs=params.logprobs if params.HasField("logprobs") else None,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=(
+            params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+        ),
+        logit_bias_ids=_ids(params.logit_bias_ids, "logit_bias_ids"),
+        logit_bias_values=_f32s(params.logit_bias_values, "logit_bias_values"),
+        allowed_token_ids=_ids(params.allowed_token_ids, "allowed_token_ids"),
+        bad_words=tuple(_ids(word, "bad_words") for word in params.bad_words),
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
 
 
@@ -118,6 +149,7 @@ def _result(outcome: StepOutcome) -> worker_pb2.StepResult:
         ],
         wait_us=outcome.wait_us,
         step_us=outcome.step_us,
+        prompt_logprobs=[_prompt_logprobs(item) for item in outcome.prompt_logprobs],
     )
 
 
@@ -129,6 +161,19 @@ def _logprobs(item: EntryLogprobs) -> worker_pb2.ResultLogprobs:
         top_logprobs=item.top_logprobs.astype("<f4").tobytes(),
     )
     return worker_pb2.ResultLogprobs(entry=item.entry, logprobs=values)
+
+
+def _prompt_logprobs(item: PromptLogprobs) -> worker_pb2.PromptLogprobs:
+    top_ids, top_values = item.top_token_ids.astype("<u4"), item.top_logprobs.astype("<f4")
+    message = worker_pb2.PromptLogprobs(row=item.row, generation=item.generation, start=item.start)
+    for index, (logprob, rank) in enumerate(zip(item.logprobs, item.ranks, strict=True)):
+        message.entries.add(
+            logprob=logprob,
+            rank=rank,
+            top_token_ids=top_ids[index].tobytes(),
+            top_logprobs=top_values[index].tobytes(),
+        )
+    return message
 
 
 def spec_from_proto(message: common_pb2.ModelSpec) -> Spec:

@@ -185,20 +185,24 @@ def test_no_repeat_without_a_row_that_can_decode() -> None:
     assert not runner.can_repeat
 
 
-def test_stop_ids_count_from_min_total_tokens_on() -> None:
+def test_stop_ids_are_drawn_from_min_total_tokens_on() -> None:
     model = TinyPagedModel()
     answer = model.greedy(PROMPT, 30)
     stop = Sampling(stop_token_ids=(answer[3],))
     first = answer.index(answer[3])
-    outcomes = generate(make_runner(model), row_add(sampling=stop), PROMPT)
-    assert tokens_of(outcomes) == answer[: first + 1]
-    assert int(outcomes[-1].events[0]) == RowEvent.STOP
-    later = next((i for i in range(first + 1, 30) if answer[i] == answer[3]), 29)
-    add = row_add(sampling=stop, min_total=len(PROMPT) + first + 2, max_total=len(PROMPT) + 30)
+    for min_total in (0, len(PROMPT) + first + 1):
+        add = row_add(sampling=stop, min_total=min_total)
+        outcomes = generate(make_runner(model), add, PROMPT)
+        assert tokens_of(outcomes) == answer[: first + 1]
+        assert int(outcomes[-1].events[0]) == RowEvent.STOP
+    add = row_add(
+        sampling=stop, min_total=len(PROMPT) + first + 2, max_total=len(PROMPT) + first + 1
+    )
     outcomes = generate(make_runner(model), add, PROMPT)
-    assert tokens_of(outcomes) == answer[: later + 1]
-    add = replace(add, min_total_tokens=len(PROMPT) + first + 1)
-    assert tokens_of(generate(make_runner(model), add, PROMPT)) == answer[: first + 1]
+    assert int(outcomes[-1].events[0]) == RowEvent.LENGTH
+    logits = model.dense_logits([*PROMPT, *answer[:first]])[-1]
+    logits[answer[3]] = -torch.inf
+    assert tokens_of(outcomes) == [*answer[:first], int(logits.argmax())]
 
 
 def test_an_ending_id_outranks_the_length() -> None:
@@ -336,7 +340,7 @@ BAD_PLANS = {
     ),
     "not a number": (
         Plan(1, added_rows=(row_add(sampling=Sampling(temperature=float("nan"))),)),
-        "sampling parameters out of range",
+        "sampling parameter out of range: temperature",
     ),
     "computed beyond the table": (
         Plan(1, added_rows=(row_add(blocks=(1,), num_computed=17),)),
