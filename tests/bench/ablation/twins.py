@@ -126,7 +126,7 @@ class ReservingState(WorkerState):
             return self.num_blocks_for(self._max_model_len)
         if self._reservation is Reservation.POW2:
             num_output = 1 << (num_output - 1).bit_length()
-        return self.num_blocks_for(num_prompt + num_output)
+        return self.num_blocks_for(min(num_prompt + num_output, self._max_model_len))
 
     def has_blocks_for(self, sequence: Generation, hits: list[int]) -> bool:
         assert not hits
