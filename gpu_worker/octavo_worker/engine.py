@@ -203,6 +203,7 @@ class Engine:
             assert reset is not None
             self._runner.reset()
             self._num_plans = self._step = 0
+            self._is_busy = False  # who waits for the reset finds an idle engine
             inventory = list(self._runner.sealed.inventory())
         reset.set_result(inventory)
 
