@@ -21,7 +21,7 @@ from octavo.errors import (
     NotFoundError,
     OctavoError,
 )
-from octavo_router.edge import Edge, error_headers
+from octavo_router.edge import FAILURE, Edge, error_headers
 from octavo_router.http_body import read_object
 from octavo_router.http_generate import answer_chat, answer_completion
 from octavo_router.openai_schema import (
@@ -81,8 +81,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(InvalidRequestError(str(error)[:200]))
 
     async def on_failure(_: Request, error: Exception) -> Response:  # noqa: ARG001
-        # The edge logs it; the client learns nothing of our insides.
-        return error_response(OctavoError("the router failed; see its log"))
+        # The edge logs it.
+        return error_response(OctavoError(FAILURE))
 
     app.add_exception_handler(OctavoError, on_octavo_error)
     app.add_exception_handler(Exception, on_failure)

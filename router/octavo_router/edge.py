@@ -31,6 +31,8 @@ _PREFLIGHT = (
     (b"vary", b"Access-Control-Request-Headers"),
 )
 _MAX_ALLOW_HEADERS = 1024
+# All that a client learns of a failure of ours.
+FAILURE = "the router failed; see its log"
 Headers = Sequence[tuple[bytes, bytes]]
 
 
@@ -92,7 +94,7 @@ class Edge:
         except Exception as error:
             log.error("request %s failed: %s", request_id, trace_of(error))
             if not is_started:
-                await _send_error(send_extra, OctavoError("the router failed; see its log"))
+                await _send_error(send_extra, OctavoError(FAILURE))
 
 
 def _first(headers: Headers, name: bytes) -> bytes | None:

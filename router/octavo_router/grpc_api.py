@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc.aio
 
-from octavo.errors import InvalidRequestError, OctavoError
-from octavo.serving import abort
+from octavo.errors import InvalidRequestError
 from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from octavo_router.flights import Finish, TokenLogprob
 from octavo_router.generation import Delta, Generation, Usage
+from octavo_router.grpc_guard import answering
 from octavo_router.outcomes import RequestRecord
 from octavo_router.params import as_token_ids, parse_sampling
 from octavo_router.requests import (
@@ -47,8 +47,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.InferenceGenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.InferenceGenerateResponse]:
         """Stream deltas of every choice; the last message holds the usage."""
-        request_id = clean_request_id(request.request_id)
-        try:
+        async with answering(request, context):
+            request_id = clean_request_id(request.request_id)
             with RequestRecord(self._service.metrics, Endpoint.GRPC) as record:
                 tenant = self._authenticate(context)
                 self._service.check_open()
@@ -59,8 +59,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         yield message
                 finally:
                     generation.close()
-        except OctavoError as error:
-            await abort(context, error)
 
     def _parse(
         self,
@@ -114,49 +112,43 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.InferenceTokenizeRequest, context: _Context
     ) -> inference_pb2.InferenceTokenizeResponse:
         """Ids exactly as Generate would see them."""
-        try:
+        async with answering(request, context):
             self._authenticate(context)
             self._service.served_name(request.model)
             special = not request.HasField("add_special_tokens") or request.add_special_tokens
             token_ids = await self._service.pipeline.tokenize(
                 self._prompt(request), add_special_tokens=special
             )
-        except OctavoError as error:
-            await abort(context, error)
-        return inference_pb2.InferenceTokenizeResponse(
-            token_ids=token_ids.tolist(), max_model_len=self._max_model_len
-        )
+            return inference_pb2.InferenceTokenizeResponse(
+                token_ids=token_ids.tolist(), max_model_len=self._max_model_len
+            )
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.InferenceDetokenizeRequest, context: _Context
     ) -> inference_pb2.InferenceDetokenizeResponse:
         """Ids to text, special tokens included."""
-        try:
+        async with answering(request, context):
             self._authenticate(context)
             self._service.served_name(request.model)
             ids = as_token_ids("token_ids", list(request.token_ids), self._service.vocab_size)
             text = await self._service.pipeline.detokenize(ids)
-        except OctavoError as error:
-            await abort(context, error)
-        return inference_pb2.InferenceDetokenizeResponse(text=text)
+            return inference_pb2.InferenceDetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
         self,
-        request: inference_pb2.InferenceListModelsRequest,  # noqa: ARG002
+        request: inference_pb2.InferenceListModelsRequest,
         context: _Context,
     ) -> inference_pb2.InferenceListModelsResponse:
         """The served names."""
-        try:
+        async with answering(request, context):
             self._authenticate(context)
-        except OctavoError as error:
-            await abort(context, error)
-        models = [
-            inference_pb2.ServedModel(
-                id=name, max_model_len=self._max_model_len, created_s=self._service.created_s
-            )
-            for name in self._service.model_names
-        ]
-        return inference_pb2.InferenceListModelsResponse(models=models)
+            models = [
+                inference_pb2.ServedModel(
+                    id=name, max_model_len=self._max_model_len, created_s=self._service.created_s
+                )
+                for name in self._service.model_names
+            ]
+            return inference_pb2.InferenceListModelsResponse(models=models)
 
     @property
     def _max_model_len(self) -> int:

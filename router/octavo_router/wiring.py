@@ -30,6 +30,7 @@ from octavo_router.app import create_app
 from octavo_router.auth import KeyRing
 from octavo_router.generation_defaults import load_generation_defaults
 from octavo_router.grpc_api import InferenceServicer
+from octavo_router.grpc_guard import DecodeGuard
 from octavo_router.http_connection import Bounds, HttpConnection
 from octavo_router.pipeline import Pipeline
 from octavo_router.service import Service
@@ -92,7 +93,7 @@ async def serve_doors(service: Service) -> None:
     http_socket = bind(settings.host, settings.port, settings.write_stall_s)
     http_port = http_socket.getsockname()[1]
     http = HttpServer(create_app(service), settings)
-    grpc_server = GrpcServer(max_receive_bytes=settings.max_body_bytes)
+    grpc_server = GrpcServer([DecodeGuard()], max_receive_bytes=settings.max_body_bytes)
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceServicer(service), grpc_server.server
     )

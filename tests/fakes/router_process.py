@@ -26,6 +26,7 @@ from octavo_router.app import create_app
 from octavo_router.auth import KeyRing
 from octavo_router.generation_defaults import GenerationDefaults
 from octavo_router.grpc_api import InferenceServicer
+from octavo_router.grpc_guard import DecodeGuard
 from octavo_router.pipeline import Pipeline
 from octavo_router.service import Service
 from octavo_router.sessions import Sessions
@@ -162,7 +163,7 @@ async def _start(
 
     stack.push_async_callback(stop_http)
     await http.is_listening.wait()
-    grpc_server = GrpcServer()
+    grpc_server = GrpcServer([DecodeGuard()], max_receive_bytes=config.max_body_bytes)
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceServicer(service), grpc_server.server
     )
