@@ -20,7 +20,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("octavo.cli.serve", "serve", "run everything on this machine"),
+    "chat": Command("octavo.cli.chat", "client", "talk to a model in the terminal"),
     "bench": Command("octavo.cli.bench", "serve", "measure a worker, or a whole stack"),
+    "bench ablation": Command("octavo.cli.ablation", "serve", "what each idea is worth"),
     "router": Command("octavo_router.__main__", "router", "run a router (HTTP and gRPC)"),
     "scheduler": Command("octavo_scheduler.__main__", "scheduler", "run a scheduler"),
     "worker": Command("octavo_worker.__main__", "worker", "run a worker"),
@@ -37,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version", "version"):
         print(f"octavo {octavo.__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
+    # A command's own command comes first: `bench serve` is not `bench` of a model "serve".
+    num_words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    name, rest = " ".join(arguments[:num_words]), arguments[num_words:]
     command = COMMANDS.get(name)
     if command is None:
         print(f"octavo: no command {name!r}\n\n{_usage()}", file=sys.stderr)
@@ -70,7 +74,7 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<10} {item.summary}" for name, item in COMMANDS.items())
+    commands = "\n".join(f"  {name:<14} {item.summary}" for name, item in COMMANDS.items())
     return (
         "usage: octavo COMMAND [OPTIONS]\n\n"
         f"{commands}\n\n"
