@@ -54,7 +54,7 @@ def find_binary() -> Path:
 
 
 class EmbeddedValkey:
-    """One server. `start` and `stop` block for some ten milliseconds."""
+    """One server. `start`, `restart` and `stop` block for some ten milliseconds."""
 
     def __init__(self, *, max_memory: str = "256mb") -> None:
         """Raises ConfigurationError if no binary is found."""
@@ -88,6 +88,25 @@ class EmbeddedValkey:
         """Start and wait until it answers. Raises ConfigurationError with its log if it fails."""
         assert self._guard is None, "already started"
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-valkey-"))
+        try:
+            self._launch()
+        except ConfigurationError:
+            self.stop()
+            raise
+
+    def restart(self) -> None:
+        """Start again, empty, under the same URL, after the server ended by itself.
+
+        Raises ConfigurationError with its log if it fails; may be tried again.
+        """
+        assert not self.is_running(), "it runs"
+        self._end_guard()
+        self._launch()
+
+    def _launch(self) -> None:
+        assert self._folder is not None
+        # Its guard took the folder with it if the last server had to be stopped.
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         command = [str(self._folder), str(self._binary), *self._options()]
         with self.log_path.open("wb") as log:
             self._guard = subprocess.Popen(
@@ -103,25 +122,29 @@ class EmbeddedValkey:
         while not self._answers():
             if not self.is_running() or time.monotonic() > deadline:
                 log_text = self.log_path.read_text(errors="replace").strip()[-1000:]
-                self.stop()
+                self._end_guard()
                 raise ConfigurationError(f"{self._binary} doesn't start: {log_text}")
             time.sleep(0.01)
 
     def stop(self) -> None:
         """Stop the server, wait for its end and remove its folder. Harmless if it isn't there."""
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            assert guard.stdin is not None
-            guard.stdin.close()
-            try:
-                guard.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                # A session of its own: this reaches the server and nothing else.
-                os.killpg(guard.pid, 9)
-                guard.wait()
+        self._end_guard()
         folder, self._folder = self._folder, None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _end_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        assert guard.stdin is not None
+        guard.stdin.close()
+        try:
+            guard.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            # A session of its own: this reaches the server and nothing else.
+            os.killpg(guard.pid, 9)
+            guard.wait()
 
     def __enter__(self) -> Self:
         self.start()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import redis
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
@@ -23,9 +24,10 @@ STOP_TIMEOUT_S = 60.0
 class Served:
     """An `octavo serve` process; its output is read as it comes, its children are known."""
 
-    def __init__(self, cache: Path, *arguments: str) -> None:
+    def __init__(self, cache: Path, *arguments: str, **environ: str) -> None:
         # The demo model stays where it is; run folders are this test's own.
-        self._environ = {**os.environ, "PYTHONUNBUFFERED": "1", "OCTAVO_CACHE": str(cache)}
+        own = {"PYTHONUNBUFFERED": "1", "OCTAVO_CACHE": str(cache)}
+        self._environ = {**os.environ, **own, **environ}
         self._arguments = arguments
         self.log_lines: list[str] = []
         self.out_lines: list[str] = []
@@ -172,6 +174,54 @@ def test_a_killed_worker_comes_back_and_ctrl_c_drains_in_order(
     assert served.log.count("again in") == 1
     # Run folders are cleaned up.
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_killed_valkey_comes_back_and_is_told_everything_again(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    with Served(tmp_path, str(tiny_folder), "--port", "0", "--num-kv-blocks", "64") as served:
+        served.wait_ready()
+        ready = re.search(r"ready: valkey on unix://(\S+)", served.log)
+        assert ready is not None
+        with redis.Redis(unix_socket_path=ready[1]) as client:
+            kinds = ("worker", "usage", "scheduler")
+
+            def is_told() -> bool:
+                try:
+                    return all(client.keys(f"octavo:*:{kind}:*") for kind in kinds)
+                except redis.ConnectionError:
+                    return False
+
+            served.until(is_told)
+            os.kill(int(client.info("server")["process_id"]), signal.SIGKILL)
+            served.until(lambda: "valkey ended; going on without Redis, again in" in served.log)
+            assert served.ask()["choices"][0]["finish_reason"] in ("stop", "length")
+            served.until(lambda: served.log.count(ready[0]) == 2)
+            served.until(is_told)
+        assert served.ask()["choices"][0]["finish_reason"] in ("stop", "length")
+        pids = served.descendants()
+        served.process.send_signal(signal.SIGINT)
+        assert served.wait() == 0
+    assert _gone(pids)
+    assert not Path(ready[1]).parent.exists()
+    # Nobody else was started again.
+    assert served.log.count("again in") == 1
+
+
+def test_without_a_valkey_it_says_so_and_serves(tiny_folder: Path, tmp_path: Path) -> None:
+    # A socket's path has a hundred bytes at most: no server can start here.
+    temporary = tmp_path / ("d" * 120)
+    temporary.mkdir()
+    environ = {"TMPDIR": str(temporary)}
+    with Served(tmp_path, str(tiny_folder), "--port", "0", **environ) as served:
+        served.wait_ready()
+        assert "WARNING going on without Redis: " in served.log
+        assert "ready: valkey" not in served.log
+        assert served.children().keys() == {"router", "scheduler", "worker"}
+        assert served.ask()["choices"][0]["finish_reason"] in ("stop", "length")
+        served.process.send_signal(signal.SIGINT)
+        assert served.wait() == 0
+    assert list(temporary.glob("octavo-valkey-*")) == []
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from octavo.cli.child import Child, ChildSpec
 from octavo.cli.console import Console
 from octavo.cli.devices import worker_environments, workers_per_device
 from octavo.cli.ports import check_port_is_free, free_ports
-from octavo.embedded_valkey import EmbeddedValkey
-from octavo.errors import ConfigurationError
+from octavo.cli.valkey import ValkeyKeeper
 from octavo.hub import cache_folder, model_name_of
 from octavo.settings import RouterSettings, SchedulerSettings, WorkerSettings, to_flags
 
@@ -60,7 +59,7 @@ class Stack:
     def __init__(self, options: StackOptions, console: Console) -> None:
         self._options = options
         self._console = console
-        self._valkey: EmbeddedValkey | None = None
+        self._valkey = ValkeyKeeper(console)
         self._run_folder: Path | None = None
         # In the order in which requests flow, which is the order of the drain.
         self._router: list[Child] = []
@@ -83,7 +82,7 @@ class Stack:
         runs = cache_folder() / "run"
         runs.mkdir(parents=True, exist_ok=True)
         self._run_folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=runs))
-        redis_url = options.router.redis_url or await self._start_valkey()
+        redis_url = options.router.redis_url or await self._valkey.start()
         self._make_children(redis_url)
         self._tasks = [asyncio.create_task(child.run()) for child in self.children]
         with self._console.waiting():
@@ -117,22 +116,9 @@ class Stack:
         await self._clean_up()
 
     async def _clean_up(self) -> None:
-        if self._valkey is not None:
-            await asyncio.to_thread(self._valkey.stop)
-            self._valkey = None
+        await self._valkey.stop()
         if self._run_folder is not None:
             shutil.rmtree(self._run_folder, ignore_errors=True)
-
-    async def _start_valkey(self) -> str:
-        """The URL of an embedded Valkey; "" where there is none (addresses are static)."""
-        try:
-            self._valkey = valkey = EmbeddedValkey()
-        except ConfigurationError as error:
-            self._console.say(f"going on without Redis: {error.message}")
-            return ""
-        await asyncio.to_thread(valkey.start)
-        self._console.log("valkey", f"ready: valkey on {valkey.url}")
-        return valkey.url
 
     def _make_children(self, redis_url: str) -> None:
         options = self._options

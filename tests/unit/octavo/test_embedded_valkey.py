@@ -1,6 +1,7 @@
 """The embedded Valkey: starts, keeps to itself, and never outlives its parent."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -82,6 +83,24 @@ def test_a_server_that_dies_by_itself_is_noticed() -> None:
         while valkey.is_running():
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+@pytest.mark.parametrize("loses_folder", [False, True])
+def test_a_server_that_died_starts_again_under_its_url(loses_folder: bool) -> None:
+    with EmbeddedValkey() as valkey:
+        url, pid = valkey.url, server_pid(valkey)
+        os.kill(pid, signal.SIGKILL)
+        wait_until_dead(pid)
+        while valkey.is_running():
+            time.sleep(0.02)
+        if loses_folder:
+            shutil.rmtree(valkey.socket_path.parent)
+        valkey.restart()
+        assert valkey.is_running()
+        assert valkey.url == url
+        assert server_pid(valkey) != pid
+        assert stat.S_IMODE(valkey.socket_path.parent.stat().st_mode) == 0o700
+    assert not Path(url.removeprefix("unix://")).parent.exists()
 
 
 def test_a_frozen_server_is_stopped_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
