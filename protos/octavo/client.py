@@ -36,7 +36,7 @@ from octavo.client_messages import (
 from octavo.serving import CHANNEL_OPTIONS, error_from_rpc, open_channel
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Metadata = tuple[tuple[str, str], ...]
 
 

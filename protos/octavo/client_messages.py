@@ -3,6 +3,7 @@
 The edge between the client and the wire: `client.py` holds no message, users see none.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -26,6 +27,25 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     n: int
     logprobs: int
+    min_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    echo: bool
+    prompt_logprobs: int
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int
+    add_special_tokens: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str
+    chat_template_kwargs: Mapping[str, Any]
+    cache_salt: str
+    priority: int
     idempotency_key: str
     request_id: str
     user: str
@@ -50,8 +70,19 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """What an answer says of its prompt. `text`: with echo only. `logprobs`: one per id, None for
+    the first; empty if not asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprob | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of one choice; `finish_reason` is set in its last one.
+    """New output of one choice; `finish_reason` is set in its last one, `prompt` in its first if
+    echo or prompt_logprobs was asked for.
 
     The stream's last Delta carries the usage only: no text, no ids.
     """
@@ -62,17 +93,19 @@ class Delta:
     logprobs: tuple[Logprob, ...]
     finish_reason: str | None
     request_id: str
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One whole answer. `finish_reason`: stop or length."""
+    """One whole answer. `finish_reason`: stop or length. `prompt`: see Delta."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprob, ...]
     finish_reason: str | None
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +145,7 @@ class _Parts:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
     finish_reason: str | None = None
+    prompt: Prompt | None = None
 
 
 class GenerationBuilder:
@@ -127,6 +161,7 @@ class GenerationBuilder:
         parts.token_ids.extend(delta.token_ids)
         parts.logprobs.extend(delta.logprobs)
         parts.finish_reason = delta.finish_reason or parts.finish_reason
+        parts.prompt = delta.prompt or parts.prompt
         self._request_id = delta.request_id or self._request_id
 
     def build(self, usage: Usage | None) -> Generation:
@@ -137,6 +172,7 @@ class GenerationBuilder:
                 tuple(parts.token_ids),
                 tuple(parts.logprobs),
                 parts.finish_reason,
+                parts.prompt,
             )
             for index, parts in sorted(self._parts.items())
         )
@@ -145,7 +181,7 @@ class GenerationBuilder:
 
 def generate_request(
     prompt: str | None,
-    messages: Sequence[Mapping[str, str]] | None,
+    messages: Sequence[Mapping[str, Any]] | None,
     token_ids: Iterable[int] | None,
     options: Options,
 ) -> inference_pb2.InferenceGenerateRequest:
@@ -159,20 +195,23 @@ def generate_request(
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     try:
+        if "chat_template_kwargs" in fields:
+            variables = fields.pop("chat_template_kwargs")
+            fields["chat_template_kwargs_json"] = json.dumps(dict(variables))
         request = inference_pb2.InferenceGenerateRequest(**fields)
         if token_ids is not None:
             request.token_ids.token_ids.extend(token_ids)
             request.token_ids.SetInParent()
         else:
             _set_text_or_chat(request, prompt, messages)
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequestError(f"not a valid request: {error}") from None
     return request
 
 
 def tokenize_request(
     prompt: str | None,
-    messages: Sequence[Mapping[str, str]] | None,
+    messages: Sequence[Mapping[str, Any]] | None,
     add_special_tokens: bool,
     model: str,
 ) -> inference_pb2.InferenceTokenizeRequest:
@@ -189,14 +228,27 @@ def tokenize_request(
 
 
 def _set_text_or_chat(
-    request: Any, prompt: str | None, messages: Sequence[Mapping[str, str]] | None
+    request: Any, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None
 ) -> None:
     if messages is None:
         request.text = prompt
         return
     request.chat.SetInParent()
     for message in messages:
-        request.chat.messages.add(**message)
+        fields = dict(message)
+        calls = [_call_of(call) for call in fields.pop("tool_calls", None) or ()]
+        request.chat.messages.add(**fields, tool_calls=calls)
+
+
+def _call_of(call: Mapping[str, Any]) -> inference_pb2.ToolCall:
+    """A call in OpenAI's shape; its arguments as JSON text or as an object."""
+    function = call["function"]
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    return inference_pb2.ToolCall(
+        id=call.get("id", ""), name=function.get("name", ""), arguments_json=arguments
+    )
 
 
 def detokenize_request(
@@ -213,10 +265,12 @@ def delta_of(message: inference_pb2.InferenceGenerateResponse) -> Delta:
     if message.finish_reason:
         name = common_pb2.FinishReason.Name(message.finish_reason)
         reason = name.removeprefix("FINISH_REASON_").lower()
-    logprobs = tuple(
-        Logprob(item.token_id, item.logprob, tuple((t.token_id, t.logprob) for t in item.top))
-        for item in message.logprobs
-    )
+    logprobs = tuple(map(_logprob, message.logprobs))
+    prompt = None
+    if message.HasField("prompt"):
+        part = message.prompt
+        scored = (_logprob(item) if item.HasField("logprob") else None for item in part.logprobs)
+        prompt = Prompt(part.text, tuple(part.token_ids), tuple(scored))
     return Delta(
         index=message.index,
         text=message.text,
@@ -224,7 +278,12 @@ def delta_of(message: inference_pb2.InferenceGenerateResponse) -> Delta:
         logprobs=logprobs,
         finish_reason=reason,
         request_id=message.request_id,
+        prompt=prompt,
     )
+
+
+def _logprob(item: inference_pb2.GenerateLogprob) -> Logprob:
+    return Logprob(item.token_id, item.logprob, tuple((t.token_id, t.logprob) for t in item.top))
 
 
 def usage_of(message: inference_pb2.InferenceGenerateResponse) -> Usage | None:

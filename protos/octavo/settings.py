@@ -181,6 +181,9 @@ class RouterSettings(CommonSettings):
     redial_ms: int = setting(200, "time to re-dial a lost scheduler", minimum=0)
     max_moves: int = setting(2, "re-submissions of a request after lost schedulers", minimum=0)
     trust_remote_code: bool = setting(False, "run tokenizer code shipped with the model")
+    trust_request_chat_template: bool = setting(
+        False, "let requests bring their own chat_template, a program that runs sandboxed"
+    )
 
 
 @dataclass(frozen=True)

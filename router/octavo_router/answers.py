@@ -1,6 +1,7 @@
-"""What the answers of both endpoints share: ids, usage, and waiting for a whole answer.
+"""What the answers of both endpoints share: ids, usage, shape, and waiting for a whole answer.
 
-Must not know: schedulers, protos. Entry points: `AnswerHead`, `usage_body`, `collect`.
+Must not know: schedulers, protos. Entry points: `AnswerHead`, `AnswerShape`, `usage_body`,
+`collect`, `ContinuousUsage`.
 """
 
 import asyncio
@@ -13,8 +14,11 @@ from typing import Any, NamedTuple
 from starlette.types import Receive
 
 from octavo_router.flights import Finish, TokenLogprob
-from octavo_router.generation import Generation, Usage
-from octavo_router.sse import cancel_on_disconnect
+from octavo_router.generation import Delta, Generation, Usage
+from octavo_router.logprobs import TokenTexts, prompt_logprobs
+from octavo_router.requests import RequestFields
+from octavo_router.sse import NO_USAGE, Frames, cancel_on_disconnect, dumps
+from octavo_router.tokenizer import Tokenizer
 
 
 class AnswerHead(NamedTuple):
@@ -33,6 +37,51 @@ def new_head(prefix: str, kind: str, model: str) -> AnswerHead:
     return AnswerHead(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model)
 
 
+class AnswerShape:
+    """What an answer holds beside its text.
+
+    `num_logprobs`, `num_prompt_logprobs`: alternatives; None = no log-probabilities at all.
+    """
+
+    def __init__(
+        self,
+        fields: RequestFields,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        *,
+        has_usage: bool = False,
+    ) -> None:
+        options = fields.answer
+        self.has_usage = has_usage
+        self.num_logprobs = fields.sampling.logprobs
+        self.num_prompt_logprobs = options.prompt_logprobs
+        self.has_echo = options.echo
+        self.has_token_ids = options.return_token_ids
+        self.num_choices = generation.num_choices
+        self.prompt_of = generation.prompt_of
+        self.texts = TokenTexts(
+            tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            hidden_ids=generation.hidden_ids,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing stands beside the text."""
+        return self.num_logprobs is None and not self.has_token_ids
+
+    def prompt_members(self, choice: int) -> dict[str, Any]:
+        """What was asked for of a choice's prompt: its ids, its log-probabilities."""
+        members: dict[str, Any] = {}
+        if self.has_token_ids:
+            members["prompt_token_ids"] = self.prompt_of(choice).token_ids
+        if self.num_prompt_logprobs is not None:
+            members["prompt_logprobs"] = prompt_logprobs(
+                self.texts, self.prompt_of(choice), self.num_prompt_logprobs
+            )
+        return members
+
+
 def usage_body(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -40,6 +89,25 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+class ContinuousUsage:
+    """Frames that say the counts so far, over all choices, in every chunk."""
+
+    def __init__(self, frames: Frames, generation: Generation) -> None:
+        self._frames = frames
+        self._generation = generation
+        self._num_tokens = 0
+
+    def delta(self, delta: Delta) -> Sequence[bytes]:
+        self._num_tokens += len(delta.token_ids)
+        usage = self._generation.usage()._replace(completion_tokens=self._num_tokens)
+        said = f'"usage":{dumps(usage_body(usage))}'.encode()
+        # The head's comes first, and in a string the quotes would be escaped.
+        return [frame.replace(NO_USAGE, said, 1) for frame in self._frames.delta(delta)]
+
+    def end(self, usage: Usage) -> Sequence[bytes]:
+        return self._frames.end(usage)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from octavo.errors import (
     OctavoError,
 )
 from octavo_router.edge import FAILURE, Edge, error_headers
+from octavo_router.fields import Fields, as_token_ids, refuse
 from octavo_router.http_body import read_object
 from octavo_router.http_generate import answer_chat, answer_completion
 from octavo_router.openai_schema import (
@@ -34,8 +35,7 @@ from octavo_router.openai_schema import (
     describe,
     request_body,
 )
-from octavo_router.params import Fields, as_token_ids, refuse
-from octavo_router.requests import Prompt, TextPrompt, parse_messages
+from octavo_router.requests import Prompt, TextPrompt, parse_chat_prompt
 from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
 from octavo_router.unsupported import refuse_unsupported
 
@@ -147,8 +147,7 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Tokenized:
         """Text or messages to ids, exactly as a generation would see them."""
         body = await read_object(request, service.settings.max_body_bytes)
-        prompt, add_special_tokens = _text_to_tokenize(service, body)
-        token_ids = await service.pipeline.tokenize(prompt, add_special_tokens=add_special_tokens)
+        token_ids = await service.pipeline.tokenize(_text_to_tokenize(service, body))
         model = service.sessions.model
         return Tokenized(
             count=len(token_ids),
@@ -170,16 +169,16 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
         return Detokenized(prompt=await service.pipeline.detokenize(token_ids))
 
 
-def _text_to_tokenize(service: Service, body: dict[str, Any]) -> tuple[Prompt, bool]:
+def _text_to_tokenize(service: Service, body: dict[str, Any]) -> Prompt:
     fields = Fields(body)
     service.served_name(fields.string("model", MAX_MODEL_NAME_CHARS))
-    refuse_unsupported(body, served=frozenset({"add_special_tokens"}))
+    refuse_unsupported(body, {})
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     if body.get("messages") is not None:
-        return parse_messages(body["messages"]), True
+        return parse_chat_prompt(body, service.rules)
     text = fields.string("prompt", MAX_TEXT_CHARS) or ""
-    return TextPrompt(text), fields.boolean("add_special_tokens") is not False
+    return TextPrompt(text, fields.boolean("add_special_tokens") is not False)
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:

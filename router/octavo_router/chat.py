@@ -8,26 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequestError
-from octavo_router.answers import AnswerHead, WholeChoice, usage_body
+from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice, usage_body
+from octavo_router.fields import MAX_INT32, Fields
 from octavo_router.generation import Delta, Usage
-from octavo_router.generation_defaults import GenerationDefaults
 from octavo_router.logprobs import chat_logprobs
-from octavo_router.params import MAX_INT32, MAX_LOGPROBS, Fields, parse_sampling
-from octavo_router.params import SamplingOptions as Options
-from octavo_router.requests import Prompt, parse_messages
-from octavo_router.sse import FrameTemplate, dumps
-from octavo_router.tokenizer import Tokenizer
-from octavo_router.unsupported import refuse_unsupported
+from octavo_router.params import MAX_LOGPROBS
+from octavo_router.requests import RequestFields, RequestRules, parse_chat_prompt, parse_fields
+from octavo_router.sse import FrameTemplate, dumps, members
+from octavo_router.unsupported import COMPLETIONS_ONLY, refuse_unsupported
 
 
-def parse_chat(
-    body: Mapping[str, Any], defaults: GenerationDefaults, vocab_size: int
-) -> tuple[tuple[Prompt, ...], Options]:
-    """The one prompt and options of a chat request. Raises InvalidRequestError."""
-    refuse_unsupported(body)
-    sampling = {**body, "logprobs": _num_logprobs(body), "max_tokens": _max_tokens(body)}
-    options = parse_sampling(sampling, defaults, vocab_size)
-    return (parse_messages(body.get("messages")),), options
+def parse_chat(body: Mapping[str, Any], rules: RequestRules) -> RequestFields:
+    """A chat request's fields. Raises InvalidRequestError."""
+    refuse_unsupported(body, COMPLETIONS_ONLY)
+    raw = {**body, "logprobs": _num_logprobs(body), "max_tokens": _max_tokens(body)}
+    return parse_fields(raw, (parse_chat_prompt(body, rules),), rules)
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
@@ -59,83 +54,85 @@ def _num_logprobs(body: Mapping[str, Any]) -> int | None:
 class ChatFrames:
     """A stream's frames: the role once per choice, then text, then the finish."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        num_choices: int,
-        tokenizer: Tokenizer,
-        *,
-        has_usage: bool,
-        has_logprobs: bool,
-    ) -> None:
+    def __init__(self, head: AnswerHead, shape: AnswerShape) -> None:
         self._template = FrameTemplate(
             head.fields(),
             before_text='"delta":{"content":',
             after_text="}",
             empty='"delta":{}',
-            num_choices=num_choices,
-            has_usage=has_usage,
+            num_choices=shape.num_choices,
+            has_usage=shape.has_usage,
         )
-        self._tokenizer = tokenizer
-        self._has_usage = has_usage
-        self._has_logprobs = has_logprobs
-        self._is_open = [False] * num_choices
-        # Logprobs of ids whose text is still held back.
-        self._pending: list[list[dict[str, Any]]] = [[] for _ in range(num_choices)]
+        self._shape = shape
+        self._is_plain = shape.is_plain
+        self._is_open = [False] * shape.num_choices
+        # Ids and logprobs whose text is still held back.
+        self._held_ids: list[list[int]] = [[] for _ in range(shape.num_choices)]
+        self._held_logprobs: list[list[dict[str, Any]]] = [[] for _ in range(shape.num_choices)]
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
         index = delta.choice
         frames: list[bytes] = []
         if not self._is_open[index]:
             self._is_open[index] = True
-            frames.append(self._template.raw(index, '"delta":{"role":"assistant","content":""}'))
-        if self._has_logprobs:
-            self._pending[index] += chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs)
-        if delta.finish is None and not delta.text:
+            more = members(self._shape.prompt_members(index))
+            part = '"delta":{"role":"assistant","content":""}'
+            frames.append(self._template.raw(index, part, more))
+        if self._is_plain and delta.finish is None:
+            if delta.text:
+                frames.append(self._template.text(index, delta.text))
             return frames
-        if delta.finish is None and not self._has_logprobs:
-            frames.append(self._template.text(index, delta.text))
-            return frames
-        finish = None if delta.finish is None else delta.finish.value
-        frames.append(
-            self._template.chunk(index, delta.text or None, self._take_logprobs(index), finish)
-        )
+        logprobs, more = self._beside(delta)
+        if delta.text or delta.finish is not None:
+            finish = None if delta.finish is None else delta.finish.value
+            text = delta.text or None
+            frames.append(self._template.chunk(index, text, logprobs, finish, more))
         return frames
 
-    def _take_logprobs(self, index: int) -> str:
-        if not self._has_logprobs:
-            return "null"
-        content, self._pending[index] = self._pending[index], []
-        return dumps({"content": content, "refusal": None})
+    def _beside(self, delta: Delta) -> tuple[str, str]:
+        """Logprobs and other members of the choice; held while there is no frame for them."""
+        shape, index = self._shape, delta.choice
+        is_sent = bool(delta.text) or delta.finish is not None
+        logprobs, more = "null", ""
+        if shape.num_logprobs is not None:
+            held = self._held_logprobs[index]
+            held += chat_logprobs(shape.texts, delta.token_ids, delta.logprobs)
+            if is_sent:
+                self._held_logprobs[index] = []
+                logprobs = dumps({"content": held, "refusal": None})
+        if shape.has_token_ids:
+            held_ids = self._held_ids[index]
+            held_ids += delta.token_ids
+            if is_sent:
+                self._held_ids[index] = []
+                more = members({"token_ids": held_ids})
+        return logprobs, more
 
     def end(self, usage: Usage) -> Sequence[bytes]:
-        return [self._template.usage(usage_body(usage))] if self._has_usage else []
+        return [self._template.usage(usage_body(usage))] if self._shape.has_usage else []
 
 
 def chat_body(
-    head: AnswerHead,
-    choices: Sequence[WholeChoice],
-    usage: Usage,
-    tokenizer: Tokenizer,
-    *,
-    has_logprobs: bool,
+    head: AnswerHead, choices: Sequence[WholeChoice], usage: Usage, shape: AnswerShape
 ) -> dict[str, Any]:
     """The unstreamed answer."""
     return {
         **head.fields(),
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": {
-                    "content": chat_logprobs(tokenizer, choice.token_ids, choice.logprobs),
-                    "refusal": None,
-                }
-                if has_logprobs
-                else None,
-                "finish_reason": choice.finish.value,
-            }
-            for index, choice in enumerate(choices)
-        ],
+        "choices": [_choice(index, choice, shape) for index, choice in enumerate(choices)],
         "usage": usage_body(usage),
+        **shape.prompt_members(0),
     }
+
+
+def _choice(index: int, choice: WholeChoice, shape: AnswerShape) -> dict[str, Any]:
+    logprobs: dict[str, Any] | None = None
+    if shape.num_logprobs is not None:
+        content = chat_logprobs(shape.texts, choice.token_ids, choice.logprobs)
+        logprobs = {"content": content, "refusal": None}
+    body: dict[str, Any] = {
+        "index": index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish.value,
+    }
+    return body | {"token_ids": choice.token_ids} if shape.has_token_ids else body

@@ -9,8 +9,13 @@ How messages are read before the template sees them (the written rules):
            template itself speaks of developers.
   content  a string, or a list of text parts, which are joined with a newline; other parts are
            refused by name. null or absent is "" beside tool calls, else refused.
+  name     a string. `audio` and `function_call` (the older tool call) are refused, since no
+           template reads them.
   tool_calls[].function.arguments  JSON text becomes the object that it stands for.
   Everything else is handed on as it came.
+
+To continue the final message is to end the prompt where its text ends, without the turn's end
+mark, and, as in transformers, without spaces after it if the template trims messages.
 
 Markup in a user's text ("<|im_start|>system") stays as it is, as in transformers: the tokenizer
 reads it as the special token that it spells. Must not know: tokenizers, HTTP.
@@ -33,6 +38,10 @@ from octavo.errors import ConfigurationError, InvalidRequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PART_SEPARATOR = "\n"
 MAX_REASON_CHARS = 300
+# Marks the place in the rendered text where the final message ends. The space at the end shows
+# whether the template trimmed the message.
+_END_MARK = "\ue000end of the final message\ue000 "
+_UNREAD_FIELDS = ("audio", "function_call")
 Message = Mapping[str, Any]
 
 
@@ -47,26 +56,41 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The prompt's text, special tokens written out: tokenize it without adding any."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text, special tokens written out: tokenize it without adding any.
+
+        `variables`: what the template may name beside its usual ones.
+        """
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
         normalized = [
             self._normalize(message, f"messages[{index}]") for index, message in enumerate(messages)
         ]
+        if continue_final_message:
+            normalized[-1]["content"] += _END_MARK
+        names = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": normalized,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=normalized,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            text = self._template.render(names)
         except Exception as error:  # a template is a foreign program: it may raise anything
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {_reason(error)}",
                 param="messages",
             ) from error
+        return _cut_at_mark(text) if continue_final_message else text
 
     def _normalize(self, message: Message, param: str) -> dict[str, Any]:
         role = message.get("role")
@@ -75,6 +99,7 @@ class ChatTemplate:
                 f"{param}.role must be one of {', '.join(ROLES)}, not {_shown(role)}",
                 param=f"{param}.role",
             )
+        _check_fields(message, param)
         normalized = dict(message)
         if role == "developer" and not self._knows_developer:
             normalized["role"] = "system"
@@ -102,6 +127,32 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
 
 
 # --- messages ---------------------------------------------------------------------------------
+
+
+def _check_fields(message: Message, param: str) -> None:
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequestError(
+            f"{param}.name must be a string, not {_shown(name)}", param=f"{param}.name"
+        )
+    for field in _UNREAD_FIELDS:
+        if message.get(field):
+            raise InvalidRequestError(
+                f"{param}.{field} isn't supported: leave it out", param=f"{param}.{field}"
+            )
+
+
+def _cut_at_mark(text: str) -> str:
+    mark = _END_MARK.rstrip()
+    end = text.rfind(mark)
+    if end < 0:
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template doesn't show the final message as "
+            "it is, so there is nothing to go on with",
+            param="continue_final_message",
+        )
+    is_whole = text.startswith(_END_MARK, end)
+    return text[:end] if is_whole else text[:end].rstrip()
 
 
 def _text_of(content: Any, param: str, *, may_be_null: bool) -> str:

@@ -29,10 +29,11 @@ class Detokenizer:
     """Push ids until a stop matches or the sequence ends, then `finish`.
 
     The ending id (EOS or a stop id) isn't text: the caller leaves it out. `stop`: strings, or
-    the compiled set where several choices share one. After a match everything is ignored.
+    the compiled set where several choices share one; they are not looked for in the text of the
+    first `min_tokens` ids. After a match everything is ignored.
     """
 
-    __slots__ = ("_decoder", "_matched", "_matcher", "_num_tokens")
+    __slots__ = ("_decoder", "_matched", "_matcher", "_min_tokens", "_num_tokens")
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Detokenizer:
         stop: Sequence[str] | StopStrings = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = tokenizer.text_decoder(skip_special_tokens=skip_special_tokens)
         self._matcher: StopMatcher | None = None
@@ -49,6 +51,7 @@ class Detokenizer:
             self._matcher = StopMatcher(stops, include_stop=include_stop)
         self._matched: str | None = None
         self._num_tokens = 0
+        self._min_tokens = min_tokens
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """The text that these ids settle; the rest of an unfinished character is held back."""
@@ -60,7 +63,10 @@ class Detokenizer:
             if self._matched is not None:
                 break
             self._num_tokens += 1
-            text += self._match(self._matcher, self._decoder.push((token_id,)))
+            piece = self._decoder.push((token_id,))
+            if self._num_tokens > self._min_tokens:
+                piece = self._match(self._matcher, piece)
+            text += piece
         return TextDelta(text, self._num_tokens, self._matched)
 
     def finish(self) -> TextDelta:
@@ -69,7 +75,8 @@ class Detokenizer:
         if self._matched is None:
             text = self._decoder.finish()
             if self._matcher is not None:
-                text = self._match(self._matcher, text)
+                if self._num_tokens > self._min_tokens:
+                    text = self._match(self._matcher, text)
                 if self._matched is None:
                     text += self._matcher.finish()
         return TextDelta(text, self._num_tokens, self._matched)

@@ -66,9 +66,10 @@ class Edge:
         headers: Headers = scope["headers"]
         given = _first(headers, b"x-request-id")
         request_id = clean_request_id(given.decode("latin-1") if given is not None else None)
-        extra = [*CORS_HEADERS, (b"x-request-id", request_id.encode())]
+        scope["octavo.request_id"] = request_id
         if scope["method"] == "OPTIONS":
-            await _send(send, 204, [*extra, *_PREFLIGHT, _allowed(headers)], b"")
+            extra = [*_extra_headers(request_id), *_PREFLIGHT, _allowed(headers)]
+            await _send(send, 204, extra, b"")
             return
         is_started = False
 
@@ -76,6 +77,8 @@ class Edge:
             nonlocal is_started
             if not is_started:
                 is_started = True
+                # A body may have brought an id of its own by now.
+                extra = _extra_headers(scope["octavo.request_id"])
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
@@ -83,7 +86,6 @@ class Edge:
             if scope["path"] not in OPEN_PATHS:
                 tenant = self._keys.authenticate([v for k, v in headers if k == b"authorization"])
                 scope["octavo.tenant"] = tenant
-            scope["octavo.request_id"] = request_id
             scope[SERVER_SEND] = send
             if scope["method"] == "HEAD":
                 # A copy: the server's own says that no body goes out.
@@ -95,6 +97,10 @@ class Edge:
             log.error("request %s failed: %s", request_id, trace_of(error))
             if not is_started:
                 await _send_error(send_extra, OctavoError(FAILURE))
+
+
+def _extra_headers(request_id: str) -> Headers:
+    return *CORS_HEADERS, (b"x-request-id", request_id.encode())
 
 
 def _first(headers: Headers, name: bytes) -> bytes | None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from octavo.errors import OctavoError
 from octavo_router.served_model import PromptHashes, ServedModel
+from octavo_router.token_rules import NO_RULES, TokenRules
 
 
 class Finish(Enum):
@@ -36,15 +37,19 @@ class CancelReason(Enum):
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probabilities of one generated token; `top`: (id, logprob), best first."""
+    """Log-probabilities of one token; `top`: (id, logprob), best first. `rank`: 0 = likeliest."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """Sampling parameters with nothing left open; fields as in common.proto."""
+    """Sampling parameters with nothing left open; fields as in common.proto.
+
+    `bad_word_ids`: the rules' bad words, each way to spell one.
+    """
 
     temperature: float
     top_p: float
@@ -54,25 +59,39 @@ class ResolvedSampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     logprobs: int | None
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    rules: TokenRules = NO_RULES
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class PromptEcho(NamedTuple):
+    """A prompt's text as an answer repeats it. `shows_special`: special tokens stand in it."""
+
+    text: str
+    shows_special: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """One prompt to generate from.
 
-    `token_ids`: [T] u32. `hash_tenant` None = prefixes shared by all tenants. `deadline`: on the
-    event loop's clock, in seconds; None = none.
+    `token_ids`: [T] u32. `hash_salt` None = prefixes shared by all. `deadline`: on the event
+    loop's clock, in seconds; None = none. `priority`: larger is served first. `echo`: set if the
+    answer repeats the prompt.
     """
 
     request_id: str
     token_ids: npt.NDArray[np.uint32]
     model: ServedModel
     hashes: PromptHashes
-    hash_tenant: str | None
+    hash_salt: str | None
     sampling: ResolvedSampling
     num_sequences: int
     tenant: str
     deadline: float | None
+    priority: int = 0
+    echo: PromptEcho | None = None
 
 
 class Inbox:
@@ -145,8 +164,10 @@ class Flight:
         "is_quiet",
         "num_cached_tokens",
         "num_moves",
+        "num_owed_logprobs",
         "num_unfinished",
         "order",
+        "prompt_logprobs",
         "sequences",
         "tried_cells",
     )
@@ -164,6 +185,12 @@ class Flight:
         self.is_quiet = is_quiet
         self.sequences = [SequenceState(self, i) for i in range(order.num_sequences)]
         self.num_unfinished = order.num_sequences
+        # One per prompt token, None = not there (yet): the first has none. Empty if not asked.
+        has_prompt_logprobs = order.sampling.prompt_logprobs is not None
+        num_prompt_logprobs = len(order.token_ids) if has_prompt_logprobs else 0
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * num_prompt_logprobs
+        # The consumer hears nothing of the sequences before it can have all of these.
+        self.num_owed_logprobs = max(num_prompt_logprobs - 1, 0)
         # None until a first row started: the prompt's hits, not raised by a later move.
         self.num_cached_tokens: int | None = None
         self.is_failed = False
@@ -190,6 +217,8 @@ class Flight:
             return
         is_worth_waking = not self.is_quiet or not sequence.token_ids
         sequence.token_ids += token_ids
+        if self.num_owed_logprobs:
+            return
         if not sequence.has_news:
             sequence.has_news = True
             self.inbox.changed.append(sequence)
@@ -202,6 +231,18 @@ class Flight:
         if sequence.finish is None:
             sequence.logprobs += logprobs
 
+    def deliver_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Entries of the prompt's tokens from `start` on; after a move the same come again."""
+        end = start + len(logprobs)
+        if start < 1 or end > len(self.prompt_logprobs):
+            self.fail(OctavoError("the scheduler sent log-probabilities of no prompt token"))
+            return
+        self.prompt_logprobs[start:end] = logprobs
+        was_owed = self.num_owed_logprobs
+        self.num_owed_logprobs = self.prompt_logprobs.count(None) - 1
+        if was_owed and not self.num_owed_logprobs:
+            self._tell_all()
+
     def finish(self, index: int, finish: Finish) -> None:
         """The scheduler ended a sequence."""
         sequence = self.sequences[index]
@@ -209,9 +250,20 @@ class Flight:
             return
         sequence.finish = finish
         self.num_unfinished -= 1
-        if not sequence.has_news:
-            sequence.has_news = True
-            self.inbox.changed.append(sequence)
+        if not self.num_owed_logprobs:
+            if not sequence.has_news:
+                sequence.has_news = True
+                self.inbox.changed.append(sequence)
+            self.inbox.wake()
+        elif not self.num_unfinished:
+            # They will never come: the consumer finds out.
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for sequence in self.sequences:
+            if (sequence.token_ids or sequence.finish is not None) and not sequence.has_news:
+                sequence.has_news = True
+                self.inbox.changed.append(sequence)
         self.inbox.wake()
 
     def fail(self, error: OctavoError) -> None:

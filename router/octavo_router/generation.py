@@ -2,8 +2,10 @@
 
 Each choice has its own detokenizer, which also finds stop strings; what lies past a stop is cut
 from text, ids, logprobs and counts alike, and the scheduler is told. The ending id (EOS, a stop
-id) is counted and listed but never shown. Must not know: HTTP, protos, schedulers.
-Entry points: `Generation.news`, `Generation.wait_admitted`, `Generation.close`.
+id) is counted and listed but shown only if the request says that stops are included (and then
+as the decoder shows it: a special one only if special tokens are). Must not know: HTTP, protos,
+schedulers. Entry points: `Generation.news`, `Generation.prompt_of`, `Generation.wait_admitted`,
+`Generation.close`.
 """
 
 import asyncio
@@ -11,12 +13,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from octavo.errors import CancelledError, DeadlineError, OctavoError
+from octavo_router.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from octavo_router.detokenizer import Detokenizer
 from octavo_router.flights import (
     CancelReason,
     Finish,
     Flight,
     Inbox,
+    PromptEcho,
     SequenceState,
     TokenLogprob,
 )
@@ -51,12 +55,24 @@ class Usage(NamedTuple):
     cached_tokens: int
 
 
+class PromptPart(NamedTuple):
+    """What an answer may say of its prompt. `echo` None = not asked for. `logprobs`: one per id
+    of `token_ids`, None for the first; empty if not asked for."""
+
+    token_ids: Sequence[int]
+    echo: PromptEcho | None
+    logprobs: Sequence[TokenLogprob | None]
+
+
 class Choice:
-    """One choice: a sequence, its detokenizer and how far the client has it."""
+    """One choice: a sequence, its detokenizer and how far the client has it.
+
+    `hidden_ids`: an id of these ends the sequence and isn't shown.
+    """
 
     __slots__ = (
         "_detokenizer",
-        "_ending_ids",
+        "_hidden_ids",
         "_num_hidden",
         "_num_read",
         "_num_sent",
@@ -64,11 +80,17 @@ class Choice:
         "sequence",
     )
 
-    def __init__(self, index: int, sequence: SequenceState, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        sequence: SequenceState,
+        detokenizer: Detokenizer,
+        hidden_ids: frozenset[int],
+    ) -> None:
         self.index = index
         self.sequence = sequence
         self._detokenizer = detokenizer
-        self._ending_ids = frozenset(sequence.flight.order.sampling.stop_token_ids)
+        self._hidden_ids = hidden_ids
         self._num_read = 0
         self._num_sent = 0
         # 1 once the ending id came: it may come before the finish that it causes.
@@ -79,7 +101,7 @@ class Choice:
         sequence = self.sequence
         token_ids = sequence.token_ids
         new = token_ids[self._num_read :] if self._num_read else token_ids[:]
-        if new and new[-1] in self._ending_ids:
+        if new and new[-1] in self._hidden_ids:
             new.pop()
             self._num_hidden = 1
         self._num_read = len(token_ids)
@@ -102,8 +124,25 @@ class Choice:
         )
 
 
+class ScoringChoice(Choice):
+    """Only the prompt was to be scored: the one id that was drawn for it is dropped."""
+
+    __slots__ = ()
+
+    def advance(self) -> Delta:
+        sequence = self.sequence
+        sequence.token_ids.clear()
+        sequence.logprobs.clear()
+        if sequence.finish is not None:
+            sequence.finish = Finish.LENGTH
+        return Delta(self.index, "", (), (), sequence.finish)
+
+
 class Generation:
-    """All choices of a request, prompt-major: choice = prompt * n + sequence."""
+    """All choices of a request, prompt-major: choice = prompt * n + sequence.
+
+    `is_scoring`: no tokens were asked for. `hidden_ids`: ids that end a choice and aren't shown.
+    """
 
     def __init__(
         self,
@@ -113,14 +152,31 @@ class Generation:
         stop: tuple[str, ...],
         record: RequestRecord,
         deadline: float | None,
+        *,
+        options: AnswerOptions = DEFAULT_OPTIONS,
+        is_scoring: bool = False,
     ) -> None:
         self.flights = flights
         self._inbox = inbox
         self._record = record
-        stops = StopStrings(stop)
         sequences = [sequence for flight in flights for sequence in flight.sequences]
+        sampling = flights[0].order.sampling
+        self.hidden_ids = frozenset(() if options.include_stop else sampling.stop_token_ids)
+        stops = StopStrings(stop) if stop else ()
+        kind = ScoringChoice if is_scoring else Choice
         self._choices = {
-            sequence: Choice(index, sequence, Detokenizer(tokenizer, stop=stops if stop else ()))
+            sequence: kind(
+                index,
+                sequence,
+                Detokenizer(
+                    tokenizer,
+                    stop=stops,
+                    skip_special_tokens=options.skip_special_tokens,
+                    include_stop=options.include_stop,
+                    min_tokens=sampling.min_tokens,
+                ),
+                self.hidden_ids,
+            )
             for index, sequence in enumerate(sequences)
         }
         self._num_unfinished = len(sequences)
@@ -139,6 +195,17 @@ class Generation:
     def is_finished(self) -> bool:
         """Every choice's finish was handed out."""
         return self._num_unfinished == 0
+
+    def prompt_of(self, choice: int) -> PromptPart:
+        """What is known of a choice's prompt, complete once the choice has its first news.
+
+        Raises OctavoError if the scheduler owes log-probabilities.
+        """
+        flight = self.flights[choice * len(self.flights) // len(self._choices)]
+        if None in flight.prompt_logprobs[1:]:
+            raise OctavoError("the scheduler left out log-probabilities of the prompt")
+        order = flight.order
+        return PromptPart(order.token_ids.tolist(), order.echo, flight.prompt_logprobs)
 
     def nudge(self) -> None:
         """Make a waiting `news` return, with nothing if there is nothing."""

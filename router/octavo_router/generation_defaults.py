@@ -4,9 +4,8 @@ The rule. A request's own value always wins; a value of generation_config.json c
 is present and legal; else OpenAI's defaults hold (temperature 1, nothing filtered).
 `do_sample: false` written out means greedy, as in transformers (temperature 0); absent or true,
 the file's temperature counts, since most published files leave it out. A length limit in the file
-(max_new_tokens, max_length) is ignored: the request and the context decide. A repetition_penalty
-is reported in the log, not applied. Must not know: requests. Entry point:
-`load_generation_defaults`.
+(max_new_tokens, max_length) is ignored: the request and the context decide.
+Must not know: requests. Entry point: `load_generation_defaults`.
 """
 
 import logging
@@ -28,7 +27,6 @@ class GenerationDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    # Of the model's file; the samplers don't apply it.
     repetition_penalty: float = 1.0
 
 
@@ -38,15 +36,12 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
     temperature = _number(config, "temperature", 0.0, 100.0, 1.0)
     if config.get("do_sample") is False:
         temperature = 0.0
-    penalty = _number(config, "repetition_penalty", 0.01, 100.0, 1.0)
-    if penalty != 1.0:
-        logger.warning("generation_config.json: repetition_penalty %s is not applied", penalty)
     return GenerationDefaults(
         temperature=temperature,
         top_p=_number(config, "top_p", 1e-6, 1.0, 1.0),
         top_k=max(0, int(_number(config, "top_k", -1, 2**31 - 1, 0))),
         min_p=_number(config, "min_p", 0.0, 1.0, 0.0),
-        repetition_penalty=penalty,
+        repetition_penalty=_number(config, "repetition_penalty", 0.01, 100.0, 1.0),
     )
 
 

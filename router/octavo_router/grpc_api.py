@@ -3,27 +3,30 @@
 Must not know: HTTP, schedulers. Entry point: `InferenceServicer`.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
 
 from octavo.errors import InvalidRequestError
 from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from octavo_router.fields import Fields, as_token_ids
 from octavo_router.flights import Finish, TokenLogprob
-from octavo_router.generation import Delta, Generation, Usage
+from octavo_router.generation import Delta, Generation, PromptPart, Usage
 from octavo_router.grpc_guard import answering
+from octavo_router.http_body import parse_object
 from octavo_router.outcomes import RequestRecord
-from octavo_router.params import as_token_ids, parse_sampling
 from octavo_router.requests import (
     Endpoint,
     GenerateRequest,
     IdsPrompt,
     Prompt,
+    RequestFields,
     TextPrompt,
     check_idempotency_key,
     clean_request_id,
-    parse_messages,
+    parse_chat_prompt,
+    parse_fields,
 )
 from octavo_router.service import Service
 
@@ -31,9 +34,12 @@ _FINISHES = {
     Finish.STOP: common_pb2.FINISH_REASON_STOP,
     Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-# Fields that are absent unless they were set, and those that are lists.
-_OPTIONAL = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "n")
-_LISTS = ("stop", "stop_token_ids")
+_Request = inference_pb2.InferenceGenerateRequest | inference_pb2.InferenceTokenizeRequest
+# Fields that have another name, or another shape, over HTTP; the rest goes through as it is.
+_OWN_FIELDS = frozenset(
+    {"model", "text", "token_ids", "chat", "user", "request_id", "idempotency_key"}
+    | {"logit_bias", "chat_template_kwargs_json"}
+)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -55,7 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 parsed = self._parse(request, request_id, tenant, context)
                 generation = await self._service.pipeline.start(parsed, record)
                 try:
-                    async for message in _messages(generation, request_id):
+                    async for message in _messages(generation, request_id, parsed.fields):
                         yield message
                 finally:
                     generation.close()
@@ -69,33 +75,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> GenerateRequest:
         service = self._service
         service.served_name(request.model)
-        raw: dict[str, Any] = {
-            name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)
-        }
-        raw |= {name: list(getattr(request, name)) for name in _LISTS}
-        if request.HasField("logprobs"):
-            raw["logprobs"] = request.logprobs
+        raw = _raw(request)
+        prompts = (self._prompt(request, raw),)
         left_s = context.time_remaining()
         limits = [limit for limit in (left_s, service.timeout_s) if limit is not None]
         return GenerateRequest(
             endpoint=Endpoint.GRPC,
             request_id=request_id,
             tenant=tenant,
-            prompts=(self._prompt(request),),
-            sampling=parse_sampling(raw, service.defaults, service.vocab_size),
+            fields=parse_fields(raw, prompts, service.rules),
             default_max_tokens=None,
             idempotency_key=check_idempotency_key(request.idempotency_key),
             timeout_s=min(limits, default=None),
             is_stream=True,
         )
 
-    def _prompt(
-        self,
-        request: inference_pb2.InferenceGenerateRequest | inference_pb2.InferenceTokenizeRequest,
-    ) -> Prompt:
+    def _prompt(self, request: _Request, raw: Mapping[str, Any]) -> Prompt:
         match request.WhichOneof("input"):
             case "text":
-                return TextPrompt(request.text)
+                special = Fields(raw).boolean("add_special_tokens") is not False
+                return TextPrompt(request.text, special)
             case "token_ids":
                 assert isinstance(request, inference_pb2.InferenceGenerateRequest)
                 ids = as_token_ids(
@@ -103,8 +102,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 )
                 return IdsPrompt(ids)
             case "chat":
-                messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-                return parse_messages(messages)
+                messages = [_message_of(message) for message in request.chat.messages]
+                return parse_chat_prompt({**raw, "messages": messages}, self._service.rules)
             case _:
                 raise InvalidRequestError("input is missing: set text, token_ids or chat")
 
@@ -115,10 +114,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with answering(request, context):
             self._authenticate(context)
             self._service.served_name(request.model)
-            special = not request.HasField("add_special_tokens") or request.add_special_tokens
-            token_ids = await self._service.pipeline.tokenize(
-                self._prompt(request), add_special_tokens=special
-            )
+            prompt = self._prompt(request, _raw(request))
+            token_ids = await self._service.pipeline.tokenize(prompt)
             return inference_pb2.InferenceTokenizeResponse(
                 token_ids=token_ids.tolist(), max_model_len=self._max_model_len
             )
@@ -166,17 +163,70 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return self._service.keys.authenticate(headers)
 
 
+def _raw(request: _Request) -> dict[str, Any]:
+    """The fields that were set, as the HTTP API names and shapes them."""
+    raw: dict[str, Any] = {}
+    for descriptor, value in request.ListFields():
+        if descriptor.name not in _OWN_FIELDS:
+            raw[descriptor.name] = list(value) if descriptor.is_repeated else value
+    if isinstance(request, inference_pb2.InferenceGenerateRequest) and request.logit_bias:
+        raw["logit_bias"] = {str(key): value for key, value in request.logit_bias.items()}
+    if request.HasField("chat_template_kwargs_json"):
+        raw["chat_template_kwargs"] = _variables(request.chat_template_kwargs_json)
+    return raw
+
+
+def _variables(text: str) -> dict[str, Any]:
+    try:
+        return parse_object(text.encode())
+    except InvalidRequestError as error:
+        message = error.message.replace("the body", "chat_template_kwargs_json")
+        raise InvalidRequestError(message, param="chat_template_kwargs_json") from None
+
+
+def _message_of(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    """A message as the HTTP API has it."""
+    raw: dict[str, Any] = {"role": message.role}
+    for name in ("content", "name", "tool_call_id"):
+        if message.HasField(name):
+            raw[name] = getattr(message, name)
+    if message.tool_calls:
+        raw["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in message.tool_calls
+        ]
+    return raw
+
+
 async def _messages(
-    generation: Generation, request_id: str
+    generation: Generation, request_id: str, fields: RequestFields
 ) -> AsyncIterator[inference_pb2.InferenceGenerateResponse]:
-    """Each delta; a choice's last says why it ended, the stream's last has the usage."""
+    """Each delta; a choice's first has the prompt if asked for, its last says why it ended, the
+    stream's last has the usage."""
+    owes_prompt = fields.answer.echo or fields.answer.prompt_logprobs is not None
+    opened: set[int] = set() if owes_prompt else set(range(generation.num_choices))
     while not generation.is_finished:
         deltas = await generation.news()
         for position, delta in enumerate(deltas, start=1):
             message = _message(delta, request_id)
+            if delta.choice not in opened:
+                opened.add(delta.choice)
+                message.prompt.CopyFrom(_prompt_part(generation.prompt_of(delta.choice)))
             if generation.is_finished and position == len(deltas):
                 message.usage.CopyFrom(_usage(generation.usage()))
             yield message
+
+
+def _prompt_part(prompt: PromptPart) -> inference_pb2.GeneratePrompt:
+    return inference_pb2.GeneratePrompt(
+        text="" if prompt.echo is None else prompt.echo.text,
+        token_ids=prompt.token_ids,
+        logprobs=_logprobs(prompt.token_ids, prompt.logprobs) if prompt.logprobs else None,
+    )
 
 
 def _message(delta: Delta, request_id: str) -> inference_pb2.InferenceGenerateResponse:
@@ -191,10 +241,12 @@ def _message(delta: Delta, request_id: str) -> inference_pb2.InferenceGenerateRe
 
 
 def _logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
 ) -> list[inference_pb2.GenerateLogprob]:
     return [
-        inference_pb2.GenerateLogprob(
+        inference_pb2.GenerateLogprob(token_id=token_id)
+        if entry is None
+        else inference_pb2.GenerateLogprob(
             token_id=token_id,
             logprob=entry.logprob,
             top=[

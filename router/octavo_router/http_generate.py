@@ -5,13 +5,20 @@ Must not know: routes, schedulers, protos. Entry points: `answer_chat`, `answer_
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidRequestError
-from octavo_router.answers import AnswerHead, WholeChoice, collect, new_head
+from octavo_router.answers import (
+    AnswerHead,
+    AnswerShape,
+    ContinuousUsage,
+    WholeChoice,
+    collect,
+    new_head,
+)
 from octavo_router.chat import ChatFrames, chat_body, parse_chat
 from octavo_router.completions import (
     DEFAULT_MAX_TOKENS,
@@ -19,23 +26,25 @@ from octavo_router.completions import (
     completion_body,
     parse_completion,
 )
+from octavo_router.fields import Fields, refuse
 from octavo_router.generation import Generation, Usage
 from octavo_router.http_body import read_object
 from octavo_router.outcomes import RequestRecord
-from octavo_router.params import Fields, SamplingOptions, refuse
 from octavo_router.requests import (
     Endpoint,
     GenerateRequest,
-    Prompt,
+    RequestFields,
+    RequestRules,
     check_idempotency_key,
+    clean_request_id,
 )
 from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
-from octavo_router.sse import EventStream, dumps
-from octavo_router.tokenizer import Tokenizer
+from octavo_router.sse import EventStream, Frames, dumps
 
 # A refusal within this time becomes an HTTP status; after it a stream's headers go out.
 ADMISSION_WAIT_S = 0.25
 MAX_USER_CHARS = 1024
+MAX_REQUEST_ID_FIELD_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +56,9 @@ class _Kind:
     body_object: str
     chunk_object: str
     default_max_tokens: int | None
-    parse: Callable[..., tuple[tuple[Prompt, ...], SamplingOptions]]
+    parse: Callable[[dict[str, Any], RequestRules], RequestFields]
     frames: type[ChatFrames] | type[CompletionFrames]
-    body: Callable[..., dict[str, Any]]
+    body: Callable[[AnswerHead, Sequence[WholeChoice], Usage, AnswerShape], dict[str, Any]]
 
 
 _CHAT = _Kind(
@@ -74,17 +83,20 @@ _COMPLETIONS = _Kind(
 )
 
 
+class _StreamUsage(NamedTuple):
+    """What `stream_options` asks for: the counts at the end, and in every chunk before."""
+
+    is_included: bool = False
+    is_continuous: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A parsed request and how to answer it."""
 
     request: GenerateRequest
     model_name: str
-    has_usage: bool
-
-    @property
-    def has_logprobs(self) -> bool:
-        return self.request.sampling.logprobs is not None
+    usage: "_StreamUsage"
 
 
 async def answer_chat(service: Service, request: Request) -> Response:
@@ -106,12 +118,12 @@ async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
         try:
             if call.request.is_stream:
                 await generation.wait_admitted(ADMISSION_WAIT_S)
-                return _stream(generation, kind, call, service.pipeline.tokenizer)
+                return _stream(generation, kind, call, service)
         except BaseException:
             generation.close()
             raise
         choices = await collect(generation, request.receive)
-        return _whole(choices, generation.usage(), kind, call, service.pipeline.tokenizer)
+        return _whole(choices, generation, kind, call, service)
 
 
 def _parse(service: Service, request: Request, kind: _Kind, body: dict[str, Any]) -> _Call:
@@ -120,55 +132,78 @@ def _parse(service: Service, request: Request, kind: _Kind, body: dict[str, Any]
     model_name = service.served_name(fields.string("model", MAX_MODEL_NAME_CHARS))
     fields.string("user", MAX_USER_CHARS)
     is_stream = bool(fields.boolean("stream"))
-    has_usage = _has_usage(body, is_stream=is_stream)
-    prompts, sampling = kind.parse(body, service.defaults, service.vocab_size)
+    usage = _stream_usage(body, is_stream=is_stream)
+    asked = kind.parse(body, service.rules)
+    if is_stream and asked.answer.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs isn't for streams: leave out stream, or ask a completion for echo "
+            "and logprobs",
+            param="prompt_logprobs",
+        )
     generate = GenerateRequest(
         endpoint=kind.endpoint,
-        request_id=request.scope["octavo.request_id"],
+        request_id=_request_id(request, fields),
         tenant=request.scope["octavo.tenant"],
-        prompts=prompts,
-        sampling=sampling,
+        fields=asked,
         default_max_tokens=kind.default_max_tokens,
         idempotency_key=check_idempotency_key(request.headers.get("idempotency-key", "")),
         timeout_s=service.timeout_s,
         is_stream=is_stream,
     )
-    return _Call(generate, model_name, has_usage)
+    return _Call(generate, model_name, usage)
 
 
-def _has_usage(body: dict[str, Any], *, is_stream: bool) -> bool:
+def _request_id(request: Request, fields: Fields) -> str:
+    """The header's, else the body's, else the one that was made up for the header."""
+    given = fields.string("request_id", MAX_REQUEST_ID_FIELD_CHARS)
+    if given and "x-request-id" not in request.headers:
+        # Read by the edge when the answer's headers go out.
+        request.scope["octavo.request_id"] = clean_request_id(given)
+    return request.scope["octavo.request_id"]
+
+
+def _stream_usage(body: dict[str, Any], *, is_stream: bool) -> _StreamUsage:
     options = body.get("stream_options")
     if options is None:
-        return False
+        return _StreamUsage()
     if not isinstance(options, dict):
         refuse("stream_options", "an object", options)
     if not is_stream:
         raise InvalidRequestError("stream_options is only for stream: true", param="stream_options")
-    if options.get("continuous_usage_stats"):
-        raise InvalidRequestError(
-            "stream_options.continuous_usage_stats isn't supported yet: leave it out",
-            param="stream_options.continuous_usage_stats",
-        )
-    is_asked = options.get("include_usage")
-    if is_asked is not None and not isinstance(is_asked, bool):
-        refuse("stream_options.include_usage", "true or false", is_asked)
-    return bool(is_asked)
+    is_included = _flag(options, "include_usage")
+    # Counts in every chunk are an addition to the last one's.
+    return _StreamUsage(is_included, is_included and _flag(options, "continuous_usage_stats"))
 
 
-def _stream(generation: Generation, kind: _Kind, call: _Call, tokenizer: Tokenizer) -> Response:
-    frames = kind.frames(
-        new_head(kind.id_prefix, kind.chunk_object, call.model_name),
-        generation.num_choices,
-        tokenizer,
-        has_usage=call.has_usage,
-        has_logprobs=call.has_logprobs,
+def _flag(options: dict[str, Any], name: str) -> bool:
+    value = options.get(name)
+    if value is not None and not isinstance(value, bool):
+        refuse(f"stream_options.{name}", "true or false", value)
+    return bool(value)
+
+
+def _stream(generation: Generation, kind: _Kind, call: _Call, service: Service) -> Response:
+    head = new_head(kind.id_prefix, kind.chunk_object, call.model_name)
+    shape = AnswerShape(
+        call.request.fields,
+        generation,
+        service.pipeline.tokenizer,
+        has_usage=call.usage.is_included,
     )
+    frames: Frames = kind.frames(head, shape)
+    if call.usage.is_continuous:
+        frames = ContinuousUsage(frames, generation)
     return EventStream(generation, frames)
 
 
 def _whole(
-    choices: Sequence[WholeChoice], usage: Usage, kind: _Kind, call: _Call, tokenizer: Tokenizer
+    choices: Sequence[WholeChoice],
+    generation: Generation,
+    kind: _Kind,
+    call: _Call,
+    service: Service,
 ) -> Response:
-    head: AnswerHead = new_head(kind.id_prefix, kind.body_object, call.model_name)
-    body = kind.body(head, choices, usage, tokenizer, has_logprobs=call.has_logprobs)
+    head = new_head(kind.id_prefix, kind.body_object, call.model_name)
+    shape = AnswerShape(call.request.fields, generation, service.pipeline.tokenizer)
+    body = kind.body(head, choices, generation.usage(), shape)
     return Response(dumps(body), media_type="application/json")

@@ -11,13 +11,27 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
+from octavo_router.answer_options import MAX_PROMPT_LOGPROBS
+from octavo_router.fields import MAX_INT32
 from octavo_router.params import (
-    MAX_INT32,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MAX_TEMPERATURE,
+)
+from octavo_router.requests import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_TEMPLATE_CHARS,
+)
+from octavo_router.token_rules import (
+    MAX_BAD_WORDS,
+    MAX_BIASED_IDS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
 )
 
 _REF = "#/components/schemas/{model}"
@@ -33,10 +47,12 @@ class _Request(BaseModel):
 
 class StreamOptions(BaseModel):
     include_usage: bool | None = Field(None, description="One more chunk with token counts.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: the counts so far in every chunk."
+    )
 
 
 class _Sampling(_Request):
-    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE, description="0 = greedy.")
     top_p: float | None = Field(None, ge=0, le=1, description="1 = off, 0 = greedy.")
     top_k: int | None = Field(None, ge=-1, le=MAX_INT32, description="-1 and 0 = off.")
@@ -45,7 +61,39 @@ class _Sampling(_Request):
     stop: str | list[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings.")
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="Nothing ends the answer before; at most max_tokens."
+    )
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: float | None = Field(
+        None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, description="1 = off."
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, max_length=MAX_BIASED_IDS, description="Token id to bias, -100 .. 100."
+    )
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS)
     n: int | None = Field(None, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, description="As n, or absent.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_PROMPT_LOGPROBS, description="Not with stream."
+    )
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="Absent = true.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Without effect.")
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_INT32, description="Keep the last so many; -1 = what fits."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Absent = true for a prompt, false for messages."
+    )
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    priority: int | None = Field(
+        None, ge=-MAX_INT32, le=MAX_INT32, description="Smaller is served first."
+    )
+    request_id: str | None = Field(None, description="As the X-Request-Id header, which wins.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -56,14 +104,41 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    name: str | None = None
+    arguments: str | dict[str, Any] = Field(description="JSON text of an object, or the object.")
+
+
+class PastToolCall(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    function: CalledFunction
+
+
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = Field(
+        None, description="May be absent beside tool_calls only."
+    )
     name: str | None = None
+    tool_calls: list[PastToolCall] | None = None
+    tool_call_id: str | None = None
 
 
-class ChatRequest(_Sampling):
-    messages: list[Message] = Field(min_length=1)
+class _Rendering(BaseModel):
+    add_generation_prompt: bool | None = Field(
+        None, description="Absent = true, unless continue_final_message."
+    )
+    continue_final_message: bool | None = None
+    chat_template: str | None = Field(
+        None, max_length=MAX_TEMPLATE_CHARS, description="Refused unless the operator allows it."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(_Sampling, _Rendering):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     max_completion_tokens: int | None = Field(
         None, ge=1, le=MAX_INT32, description="Newer name of max_tokens; absent = the rest."
     )
@@ -72,14 +147,22 @@ class ChatRequest(_Sampling):
 
 
 class CompletionRequest(_Sampling):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(
+        description=f"A list has up to {MAX_PROMPTS} prompts, or the ids of one."
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="0 only with echo: the prompt is scored."
+    )
+    echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(_Request, _Rendering):
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool | None = Field(None, description="For prompt; absent = true.")
+    add_special_tokens: bool | None = Field(
+        None, description="Absent = true for a prompt, false for messages."
+    )
 
 
 class DetokenizeRequest(_Request):
@@ -123,6 +206,16 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | None = None
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class ChatCompletion(BaseModel):
@@ -132,12 +225,14 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class TextLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -146,6 +241,9 @@ class TextChoice(BaseModel):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):

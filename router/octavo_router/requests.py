@@ -1,24 +1,35 @@
 """A validated request, as both doors hand it to the pipeline, and the fields they share.
 
-Must not know: protos, HTTP's machinery. Entry points: `GenerateRequest`, `parse_messages`,
+Messages are looked at here as far as their list goes; what is in one is the chat template's to
+judge, in the thread that renders it. Must not know: protos, HTTP's machinery.
+Entry points: `GenerateRequest`, `RequestFields`, `parse_fields`, `parse_chat_prompt`,
 `parse_prompts`, `clean_request_id`.
 """
 
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from octavo.errors import InvalidRequestError
-from octavo_router.params import SamplingOptions, as_token_ids, refuse, show
+from octavo_router.answer_options import AnswerOptions, parse_answer_options
+from octavo_router.fields import MAX_INT32, Fields, as_token_ids, refuse
+from octavo_router.generation_defaults import GenerationDefaults
+from octavo_router.params import SamplingOptions, parse_sampling
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_IDEMPOTENCY_KEY_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
+MAX_TEMPLATE_CHARS = 1 << 16
+# Names that a template gets from the request itself.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    | {"chat_template", "tokenize"}
+)
 _NOT_ID = re.compile(r"[^A-Za-z0-9._:/-]")
 
 
@@ -31,10 +42,22 @@ class Endpoint(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatRendering:
+    """How the template is used. `template` None = the model's; `variables`: extra ones."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages to render by the model's template: {"role", "content", ...} each."""
+    """Messages to render by a template: {"role", "content", ...} each."""
 
     messages: tuple[Mapping[str, Any], ...]
+    rendering: ChatRendering = ChatRendering()
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +65,7 @@ class TextPrompt:
     """Text to tokenize as it is."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +79,46 @@ Prompt = ChatPrompt | TextPrompt | IdsPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRules:
+    """What validation must know of the model and of the operator's choices."""
+
+    defaults: GenerationDefaults
+    vocab_size: int
+    allows_chat_template: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """A request's own fields, validated; `prompts` are not yet tokenized.
+
+    `truncate_prompt_tokens`: the last so many ids are kept; -1 = as many as fit, None = all.
+    `priority`: smaller is served first.
+    """
+
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingOptions
+    answer: AnswerOptions
+    truncate_prompt_tokens: int | None
+    cache_salt: str | None
+    priority: int
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to compute per prompt token: for the field, and for a scored echo."""
+        answer, sampling = self.answer, self.sampling
+        asked = [answer.prompt_logprobs, sampling.logprobs if answer.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request. `prompts` are validated, not yet tokenized; `default_max_tokens` None = the
-    rest of the context; `timeout_s` None = no deadline."""
+    """One request. `default_max_tokens` None = the rest of the context; `timeout_s` None = no
+    deadline."""
 
     endpoint: Endpoint
     request_id: str
     tenant: str
-    prompts: tuple[Prompt, ...]
-    sampling: SamplingOptions
+    fields: RequestFields
     default_max_tokens: int | None
     idempotency_key: str
     timeout_s: float | None
@@ -90,74 +145,103 @@ def check_idempotency_key(key: str) -> str:
     return key
 
 
-def parse_messages(value: Any) -> ChatPrompt:
-    """Chat messages. A list of text parts is joined by newlines. Raises InvalidRequestError."""
+def parse_fields(
+    raw: Mapping[str, Any], prompts: tuple[Prompt, ...], rules: RequestRules
+) -> RequestFields:
+    """Everything that does not depend on the door. Raises InvalidRequestError."""
+    fields = Fields(raw)
+    truncate = fields.integer("truncate_prompt_tokens", -1, MAX_INT32)
+    if truncate == 0:
+        refuse("truncate_prompt_tokens", "at least 1, or -1 for what fits", 0)
+    salt = fields.string("cache_salt", MAX_CACHE_SALT_CHARS)
+    if salt == "":
+        refuse("cache_salt", "at least one character long", salt)
+    return RequestFields(
+        prompts=prompts,
+        sampling=parse_sampling(raw, rules.defaults, rules.vocab_size),
+        answer=parse_answer_options(raw),
+        truncate_prompt_tokens=truncate,
+        cache_salt=salt,
+        priority=fields.integer("priority", -MAX_INT32, MAX_INT32) or 0,
+    )
+
+
+def parse_chat_prompt(raw: Mapping[str, Any], rules: RequestRules) -> ChatPrompt:
+    """Messages and how to render them. Raises InvalidRequestError."""
+    fields = Fields(raw)
+    continues = bool(fields.boolean("continue_final_message"))
+    opens = fields.boolean("add_generation_prompt")
+    if continues and opens:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other: an answer "
+            "either goes on with the last message or opens a new one",
+            param="continue_final_message",
+        )
+    return ChatPrompt(
+        messages=_messages(raw.get("messages")),
+        rendering=ChatRendering(
+            add_generation_prompt=not continues if opens is None else opens,
+            continue_final_message=continues,
+            template=_template(fields, rules),
+            variables=_variables(fields),
+        ),
+        add_special_tokens=bool(fields.boolean("add_special_tokens")),
+    )
+
+
+def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple) or not value:
         refuse("messages", "a list of at least one message", value)
     if len(value) > MAX_MESSAGES:
         refuse("messages", f"at most {MAX_MESSAGES} messages", f"{len(value)} messages")
-    return ChatPrompt(tuple(_message(f"messages[{i}]", item) for i, item in enumerate(value)))
+    for position, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            refuse(f"messages[{position}]", "an object with role and content", message)
+    return tuple(value)
 
 
-def _message(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        refuse(name, "an object with role and content", value)
-    role = value.get("role")
-    if role not in ROLES:
-        refuse(f"{name}.role", f"one of {', '.join(ROLES)}", role)
-    for field in ("tool_calls", "function_call", "audio"):
-        if value.get(field):
-            raise InvalidRequestError(
-                f"{name}.{field} isn't supported yet: leave it out", param=f"{name}.{field}"
-            )
-    message = {"role": role, "content": _content(f"{name}.content", value.get("content"))}
-    author = value.get("name")
-    if author is not None:
-        if not isinstance(author, str):
-            refuse(f"{name}.name", "a string", author)
-        message["name"] = author
-    return message
+def _template(fields: Fields, rules: RequestRules) -> str | None:
+    template = fields.string("chat_template", MAX_TEMPLATE_CHARS)
+    if template is not None and not rules.allows_chat_template:
+        raise InvalidRequestError(
+            "chat_template isn't allowed here: a template is a program, so the operator must "
+            "set trust_request_chat_template; leave it out to use the model's own",
+            param="chat_template",
+        )
+    return template
 
 
-def _content(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        refuse(name, "a string or a list of text parts", value)
-    texts: list[str] = []
-    for position, part in enumerate(value):
-        where = f"{name}[{position}]"
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise InvalidRequestError(
-                f"{where}: only parts of type text are supported, got {show(kind)}", param=where
-            )
-        text = part.get("text")
-        if not isinstance(text, str):
-            refuse(f"{where}.text", "a string", text)
-        texts.append(text)
-    return "\n".join(texts)
+def _variables(fields: Fields) -> Mapping[str, Any]:
+    variables = fields.mapping("chat_template_kwargs") or {}
+    for name in variables:
+        if name in RESERVED_VARIABLES:
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequestError(f"{param} is set by the request's own fields", param=param)
+    return variables
 
 
-def parse_prompts(value: Any, vocab_size: int) -> tuple[Prompt, ...]:
+def parse_prompts(raw: Mapping[str, Any], rules: RequestRules) -> tuple[Prompt, ...]:
     """A completion's prompt: text, ids, or a list of either. Raises InvalidRequestError."""
+    special = Fields(raw).boolean("add_special_tokens") is not False
+    value = raw.get("prompt")
     if isinstance(value, str):
-        return (TextPrompt(value),)
+        return (TextPrompt(value, special),)
     if not isinstance(value, list) or not value:
         refuse("prompt", "a string, a list of token ids, or a non-empty list of either", value)
-    if isinstance(value[0], str | list):
-        if len(value) > MAX_PROMPTS:
-            refuse("prompt", f"at most {MAX_PROMPTS} prompts", f"{len(value)} prompts")
-        return tuple(_prompt(f"prompt[{i}]", item, vocab_size) for i, item in enumerate(value))
-    return (_ids("prompt", value, vocab_size),)
-
-
-def _prompt(name: str, value: Any, vocab_size: int) -> Prompt:
-    if isinstance(value, str):
-        return TextPrompt(value)
-    if not isinstance(value, list):
-        refuse(name, "a string or a list of token ids", value)
-    return _ids(name, value, vocab_size)
+    if not isinstance(value[0], str | list):
+        return (_ids("prompt", value, rules.vocab_size),)
+    if len(value) > MAX_PROMPTS:
+        refuse("prompt", f"at most {MAX_PROMPTS} prompts", f"{len(value)} prompts")
+    prompts: list[Prompt] = []
+    for position, item in enumerate(value):
+        name = f"prompt[{position}]"
+        if isinstance(item, str):
+            prompts.append(TextPrompt(item, special))
+        elif isinstance(item, list):
+            prompts.append(_ids(name, item, rules.vocab_size))
+        else:
+            refuse(name, "a string or a list of token ids", item)
+    return tuple(prompts)
 
 
 def _ids(name: str, value: Sequence[Any], vocab_size: int) -> IdsPrompt:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from octavo.blocks import BlockHashRoot, chain, salt_of
+from octavo.blocks import BlockHashRoot, chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,26 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     max_request_tokens: int = 0
 
-    def root_hash(self, tenant: str | None) -> bytes:
-        """The 16 bytes that precede the first block; `tenant` None = shared by all."""
+    @property
+    def max_total_tokens(self) -> int:
+        """Longest prompt and answer together: as the model and the largest KV pool allow."""
+        return min(self.max_model_len, self.max_request_tokens or self.max_model_len)
+
+    def root_hash(self, salt: str | None) -> bytes:
+        """The 16 bytes that precede the first block; `salt` (blocks.salt_of) None = shared by
+        all."""
         root = BlockHashRoot(
             model=self.name,
             revision=self.revision,
             block_size=self.block_size,
             kv_scheme=self.kv_scheme,
-            salt=salt_of(tenant, None),
+            salt=salt,
         )
         return root.digest()
 
-    def hash_prompt(self, token_ids: npt.NDArray[np.uint32], tenant: str | None) -> "PromptHashes":
+    def hash_prompt(self, token_ids: npt.NDArray[np.uint32], salt: str | None) -> "PromptHashes":
         """Hashes of the prompt's full blocks: about 2 us a block, so call it in a thread."""
-        root = self.root_hash(tenant)
+        root = self.root_hash(salt)
         return PromptHashes(root, tuple(chain(root, token_ids, self.block_size)), self.block_size)
 
 

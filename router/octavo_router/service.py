@@ -12,9 +12,10 @@ from octavo.errors import ModelNotFoundError, UnavailableError
 from octavo.metrics import RouterMetrics
 from octavo.settings import RouterSettings
 from octavo_router.auth import KeyRing
+from octavo_router.fields import show
 from octavo_router.generation_defaults import GenerationDefaults
-from octavo_router.params import show
 from octavo_router.pipeline import Pipeline
+from octavo_router.requests import RequestRules
 from octavo_router.sessions import Sessions
 
 MAX_MODEL_NAME_CHARS = 256
@@ -61,6 +62,13 @@ class Service:
                 param="model",
             )
         return asked
+
+    @property
+    def rules(self) -> RequestRules:
+        """What requests are validated by."""
+        return RequestRules(
+            self.defaults, self.vocab_size, self.settings.trust_request_chat_template
+        )
 
     @property
     def timeout_s(self) -> float | None:

@@ -31,6 +31,7 @@ from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from octavo_router.flights import CancelReason, Finish, Flight
 from octavo_router.served_model import ServedModel
 from octavo_router.session_wire import (
+    deliver_prompt_logprobs,
     deliver_tokens,
     to_cancel,
     to_error,
@@ -174,6 +175,8 @@ class Session:
             flight = self.flights.get(started.handle)
             if flight is not None:
                 flight.start(started.num_cached_tokens)
+        for batch in frame.prompt_logprobs:
+            deliver_prompt_logprobs(batch, self.flights)
         if frame.HasField("tokens"):
             deliver_tokens(frame.tokens, self.flights)
         for finished in frame.finished:

@@ -2,7 +2,7 @@
 
 The only file of the router that knows scheduler.proto's fields besides `session`. Columns are
 little-endian and packed. Must not know: HTTP, text. Entry points: `to_submit`, `to_cancel`,
-`to_served_model`, `deliver_tokens`.
+`to_served_model`, `deliver_tokens`, `deliver_prompt_logprobs`.
 """
 
 import struct
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from octavo.errors import OctavoError, from_grpc_code
 from octavo.v1 import common_pb2, scheduler_pb2
-from octavo_router.flights import CancelReason, Flight, TokenLogprob
+from octavo_router.flights import CancelReason, Flight, ResolvedSampling, TokenLogprob
 from octavo_router.served_model import ServedModel
+from octavo_router.token_rules import NO_RULES
 
 _CANCEL_REASONS = {
     CancelReason.CLIENT: scheduler_pb2.CANCEL_REASON_CLIENT,
@@ -32,27 +33,18 @@ def to_submit(flight: Flight, model: ServedModel, now: float) -> scheduler_pb2.S
     """
     order = flight.order
     hashes = order.hashes
-    if model.root_hash(order.hash_tenant) != hashes.root:
-        hashes = model.hash_prompt(order.token_ids, order.hash_tenant)
-    sampling = order.sampling
+    if model.root_hash(order.hash_salt) != hashes.root:
+        hashes = model.hash_prompt(order.token_ids, order.hash_salt)
     submit = scheduler_pb2.Submit(
         handle=flight.handle,
         request_id=order.request_id,
         prompt_token_ids=order.token_ids.astype("<u4").tobytes(),
         root_hash=hashes.root,
         block_hashes=b"".join(hashes.blocks),
-        sampling=common_pb2.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=pack_ids(sampling.stop_token_ids),
-            min_tokens=0,
-        ),
+        sampling=_to_params(order.sampling),
         num_sequences=order.num_sequences,
         tenant=order.tenant,
+        priority=order.priority,
         resumes=[
             scheduler_pb2.ResumeSequence(
                 sequence_index=sequence.index,
@@ -63,12 +55,45 @@ def to_submit(flight: Flight, model: ServedModel, now: float) -> scheduler_pb2.S
             if sequence.token_ids or sequence.finish is not None
         ],
     )
-    if sampling.logprobs is not None:
-        submit.sampling.logprobs = sampling.logprobs
     if order.deadline is not None:
         left_ms = int((order.deadline - now) * 1000)
         submit.deadline_ms = min(max(left_ms, 1), MAX_DEADLINE_MS)
     return submit
+
+
+def _to_params(sampling: ResolvedSampling) -> common_pb2.SamplingParams:
+    params = common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=pack_ids(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+    )
+    if sampling.logprobs is not None:
+        params.logprobs = sampling.logprobs
+    if sampling.prompt_logprobs is not None:
+        params.prompt_logprobs = sampling.prompt_logprobs
+    if sampling.rules != NO_RULES:
+        _add_rules(params, sampling)
+    return params
+
+
+def _add_rules(params: common_pb2.SamplingParams, sampling: ResolvedSampling) -> None:
+    rules = sampling.rules
+    if rules.presence_penalty:
+        params.presence_penalty = rules.presence_penalty
+    if rules.frequency_penalty:
+        params.frequency_penalty = rules.frequency_penalty
+    if rules.repetition_penalty != NO_RULES.repetition_penalty:
+        params.repetition_penalty = rules.repetition_penalty
+    values = [value for _, value in rules.logit_bias]
+    params.logit_bias_ids = pack_ids([token_id for token_id, _ in rules.logit_bias])
+    params.logit_bias_values = struct.pack(f"<{len(values)}f", *values)
+    params.allowed_token_ids = pack_ids(rules.allowed_token_ids)
+    params.bad_words.extend(map(pack_ids, sampling.bad_word_ids))
 
 
 def to_cancel(
@@ -121,8 +146,17 @@ def deliver_tokens(batch: scheduler_pb2.TokenBatch, flights: Mapping[int, Flight
         start = end
 
 
+def deliver_prompt_logprobs(
+    batch: scheduler_pb2.PromptLogprobsBatch, flights: Mapping[int, Flight]
+) -> None:
+    """Hand a prompt's log-probabilities to its flight, if it still wants them."""
+    flight = flights.get(batch.handle)
+    if flight is not None and not flight.is_over:
+        flight.deliver_prompt_logprobs(batch.start, list(map(_to_logprob, batch.entries)))
+
+
 def _to_logprob(logprobs: common_pb2.TokenLogprobs) -> TokenLogprob:
     count = len(logprobs.top_token_ids) // 4
     ids = struct.unpack(f"<{count}I", logprobs.top_token_ids)
     values = struct.unpack(f"<{count}f", logprobs.top_logprobs)
-    return TokenLogprob(logprobs.logprob, tuple(zip(ids, values, strict=True)))
+    return TokenLogprob(logprobs.logprob, tuple(zip(ids, values, strict=True)), logprobs.rank)

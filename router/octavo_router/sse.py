@@ -10,7 +10,7 @@ Must not know: what the tokens mean, schedulers. Entry points: `FrameTemplate`, 
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
@@ -34,12 +34,20 @@ _HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
+# How a chunk of a stream with usage says that the counts come later.
+NO_USAGE = b'"usage":null'
+
 escape = encode_basestring_ascii
 
 
 def dumps(value: Any) -> str:
     """Compact ASCII JSON; refuses NaN and Infinity."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def members(values: Mapping[str, Any]) -> str:
+    """JSON members to put behind others: `,"name":value` each."""
+    return "".join(f",{dumps(name)}:{dumps(value)}" for name, value in values.items())
 
 
 def error_frame(error: OctavoError) -> bytes:
@@ -78,19 +86,28 @@ class FrameTemplate:
         return f"{self._texts[index]}{escape(text)}{self._plain_end}".encode("ascii")
 
     def chunk(
-        self, index: int, text: str | None, logprobs: str = "null", finish: str | None = None
+        self,
+        index: int,
+        text: str | None,
+        logprobs: str = "null",
+        finish: str | None = None,
+        more: str = "",
     ) -> bytes:
-        """Any frame. `logprobs`: JSON."""
+        """Any frame. `logprobs`: JSON; `more`: the choice's other members, each after a comma."""
         if text is None:
             body = self._starts[index] + self._empty
         else:
             body = f"{self._texts[index]}{escape(text)}{self._after_text}"
         reason = "null" if finish is None else f'"{finish}"'
-        return f'{body},"logprobs":{logprobs},"finish_reason":{reason}}}]}}\n\n'.encode("ascii")
+        end = f',"logprobs":{logprobs},"finish_reason":{reason}{more}}}]}}\n\n'
+        return f"{body}{end}".encode("ascii")
 
-    def raw(self, index: int, part: str) -> bytes:
-        """A frame whose choice holds `part` (JSON members) and no logprobs or finish."""
-        end = ',"logprobs":null,"finish_reason":null}]}\n\n'
+    def raw(self, index: int, part: str, more: str = "") -> bytes:
+        """A frame whose choice holds `part` (JSON members) and no logprobs or finish.
+
+        `more`: other members of the chunk, each after a comma.
+        """
+        end = f',"logprobs":null,"finish_reason":null}}]{more}}}\n\n'
         return f"{self._starts[index]}{part}{end}".encode("ascii")
 
     def usage(self, usage: dict[str, Any]) -> bytes:

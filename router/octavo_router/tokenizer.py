@@ -41,9 +41,19 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> NDArray[np.uint32]:
-        """Ids [T] of rendered messages. InvalidRequestError for what the template refuses."""
+        """Ids [T] of rendered messages. InvalidRequestError for what the template refuses.
+
+        `template` None = the model's own; `variables`: extra ones that it may name.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -74,6 +84,7 @@ class HuggingFaceTokenizer:
         self._special_ids = frozenset(token_id for token_id in added if added[token_id].special)
         self._whole = WholeDecoder(files.backend, files.config)
         self._decoder: TokenDecoder = decoder_of(self._whole, self._special_ids)
+        self._special_tokens = files.special_tokens
         self._template: ChatTemplate | None = None
         if chat_template is not None:
             self._template = ChatTemplate(chat_template, files.special_tokens)
@@ -90,16 +101,38 @@ class HuggingFaceTokenizer:
         return np.frombuffer(array.array("I", encodings[0].ids), dtype=np.uint32)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> NDArray[np.uint32]:
+        text = self._template_of(template).render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        # The template writes its special tokens itself: adding them would double the first.
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _template_of(self, source: str | None) -> ChatTemplate:
+        if source is not None:
+            try:
+                return ChatTemplate(source, self._special_tokens)
+            except ConfigurationError as error:
+                raise InvalidRequestError(
+                    f"chat_template: {error.message[:300]}", param="chat_template"
+                ) from error
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a complete prompt",
                 param="messages",
             )
-        text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        # The template writes its special tokens itself: adding them would double the first.
-        return self.encode(text, add_special_tokens=False)
+        return self._template
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._whole.decode(token_ids, skip_special_tokens=skip_special_tokens)

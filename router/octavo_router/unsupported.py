@@ -1,19 +1,22 @@
 """Request fields that would change the answer and that Octavo doesn't serve (yet).
 
-The rule for fields: a served one is validated; one in this table is accepted only with a value
+The rule for fields: a served one is validated; one in these tables is accepted only with a value
 that changes nothing (null, or one of those listed) and refused by name otherwise, for silence
-would be a wrong answer; every other field (metadata, store, service_tier, ...) is harmless and
-ignored. Must not know: HTTP. Entry point: `refuse_unsupported`.
+would be a wrong answer; so are fields that only the other endpoint serves. Every other field
+(metadata, store, service_tier, ...) is harmless and ignored. Must not know: HTTP.
+Entry point: `refuse_unsupported`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from octavo.errors import InvalidRequestError
-from octavo_router.params import show
+from octavo_router.fields import show
+
+Neutral = Mapping[str, tuple[Any, ...]]
 
 # Field -> values beside null that mean "as if absent".
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: Neutral = {
     # Tools and formats.
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -32,51 +35,50 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "mm_processor_kwargs": ({},),
     # Sampling.
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     # Shape of prompt and answer.
-    "echo": (False,),
     "suffix": ("",),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
-    "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     # Service.
-    "cache_salt": (),
-    "priority": (0,),
     "kv_transfer_params": (),
+}
+# The same for fields that only one endpoint serves, where they would be silently lost.
+CHAT_ONLY: Neutral = {
+    "messages": ([],),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+}
+COMPLETIONS_ONLY: Neutral = {
+    "prompt": ("", []),
+    "echo": (False,),
 }
 
 
-def refuse_unsupported(body: Mapping[str, Any], *, served: frozenset[str] = frozenset()) -> None:
+def refuse_unsupported(body: Mapping[str, Any], elsewhere: Neutral) -> None:
     """Raise InvalidRequestError for the first field that asks for what isn't there.
 
-    `served`: names that this endpoint does serve. `best_of` equal to n asks for nothing.
+    `elsewhere`: fields that only the other endpoint serves. `best_of` equal to n asks for nothing.
     """
     for name, value in body.items():
-        if name == "best_of" and value is not None and not _equals(value, body.get("n") or 1):
-            _refuse(name, value)
-        if value is None or name in served or name not in NEUTRAL_VALUES:
+        if value is None:
             continue
-        if not any(_equals(value, neutral) for neutral in NEUTRAL_VALUES[name]):
-            _refuse(name, value)
+        if name == "best_of" and not _equals(value, body.get("n") or 1):
+            _refuse(name, value, "isn't supported yet")
+        if name in NEUTRAL_VALUES and not _is_neutral(value, NEUTRAL_VALUES[name]):
+            _refuse(name, value, "isn't supported yet")
+        if name in elsewhere and not _is_neutral(value, elsewhere[name]):
+            _refuse(name, value, "isn't for this endpoint")
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(_equals(value, item) for item in neutral)
 
 
 def _equals(value: Any, neutral: Any) -> bool:
@@ -84,7 +86,5 @@ def _equals(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _refuse(name: str, value: Any) -> None:
-    raise InvalidRequestError(
-        f"{name} isn't supported yet (got {show(value)}): leave it out", param=name
-    )
+def _refuse(name: str, value: Any, why: str) -> NoReturn:
+    raise InvalidRequestError(f"{name} {why} (got {show(value)}): leave it out", param=name)

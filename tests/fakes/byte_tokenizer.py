@@ -10,11 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.errors import InvalidRequestError
+from octavo_router.chat_template import ChatTemplate
 from octavo_router.token_text import ByteLevelText, Piece, PieceTable, TextDecoder
 
 EOS = 256
 VOCAB_SIZE = 257
+TEMPLATE = ChatTemplate(
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('begins with a tool') }}{% endif %}"
+    "{{ preamble }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    {},
+)
 
 
 class ByteTokenizer:
@@ -28,12 +35,23 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> NDArray[np.uint32]:
-        if messages[0]["role"] == "tool":
-            raise InvalidRequestError("a conversation can't begin with a tool", param="messages")
-        turns = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
-        return self.encode(turns + ("assistant:" if add_generation_prompt else ""))
+        chat = TEMPLATE if template is None else ChatTemplate(template, {})
+        text = chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         decoder = self.text_decoder(skip_special_tokens=skip_special_tokens)

@@ -112,6 +112,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.is_paused = False
         # As a stopped process: the connection lives, nothing is said.
         self.is_silent = False
+        self.prompt_logprobs_per_batch = 4
         self.reject: common_pb2.Error | None = None
         self.address = ""
         self._sessions: list[_Session] = []
@@ -302,6 +303,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                     sequence_index=key[1],
                     num_cached_tokens=self.num_cached_tokens,
                 )
+                self._add_prompt_logprobs(frame, sequence)
             end = min(sequence.num_sent + self.tokens_per_step, len(sequence.plan.token_ids))
             new = list(sequence.plan.token_ids[sequence.num_sent : end])
             sequence.num_sent = end
@@ -326,18 +328,34 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         frame.tokens.token_ids = struct.pack(f"<{len(token_ids)}I", *token_ids)
         session.frames.put_nowait(frame)
 
+    def _add_prompt_logprobs(self, frame: Response, sequence: _Sequence) -> None:
+        """Of the first sequence, unless it had a token before: -0.25 for each id of the prompt,
+        in batches of at most `prompt_logprobs_per_batch`; alternatives as for generated ids."""
+        sampling = sequence.submit.sampling
+        if not sampling.HasField("prompt_logprobs") or sequence.index or sequence.num_sent:
+            return
+        token_ids = ids_of(sequence.submit.prompt_token_ids)
+        for start in range(1, len(token_ids), self.prompt_logprobs_per_batch):
+            batch = frame.prompt_logprobs.add(handle=sequence.submit.handle, start=start)
+            for token_id in token_ids[start : start + self.prompt_logprobs_per_batch]:
+                batch.entries.append(self._logprobs(token_id, -0.25, sampling.prompt_logprobs))
+
+    def _logprobs(self, token_id: int, value: float, count: int) -> common_pb2.TokenLogprobs:
+        tops = [(token_id + i) % self.model.vocab_size for i in range(count)]
+        return common_pb2.TokenLogprobs(
+            logprob=value,
+            top_token_ids=struct.pack(f"<{count}I", *tops),
+            top_logprobs=struct.pack(f"<{count}f", *(value - i for i in range(count))),
+        )
+
     def _add_logprobs(
         self, frame: Response, sequence: _Sequence, new: list[int], start: int
     ) -> None:
         """-0.5 for the chosen id; the i-th alternative is (id + i) with -0.5 - i."""
         count = sequence.submit.sampling.logprobs
         for offset, token_id in enumerate(new):
-            tops = [(token_id + i) % self.model.vocab_size for i in range(count)]
-            values = [-0.5 - i for i in range(count)]
             entry = frame.tokens.logprobs.add(token_index=start + offset)
-            entry.logprobs.logprob = -0.5
-            entry.logprobs.top_token_ids = struct.pack(f"<{count}I", *tops)
-            entry.logprobs.top_logprobs = struct.pack(f"<{count}f", *values)
+            entry.logprobs.CopyFrom(self._logprobs(token_id, -0.5, count))
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

@@ -25,43 +25,51 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import common_pb2 as octavo_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\"\xa0\x04\n\x18InferenceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.octavo.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x17\n\x0fidempotency_key\x18\x10 \x01(\t\x12\x12\n\nrequest_id\x18\x11 \x01(\t\x12\x0c\n\x04user\x18\x12 \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobs\"\xe6\x01\n\x19InferenceGenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.octavo.v1.GenerateLogprob\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\'\n\x05usage\x18\x06 \x01(\x0b\x32\x18.octavo.v1.GenerateUsage\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"`\n\x0fGenerateLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12*\n\x03top\x18\x03 \x03(\x0b\x32\x1d.octavo.v1.GenerateTopLogprob\"7\n\x12GenerateTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"X\n\rGenerateUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xa3\x01\n\x18InferenceTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.octavo.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"E\n\x19InferenceTokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\">\n\x1aInferenceDetokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"+\n\x1bInferenceDetokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x1c\n\x1aInferenceListModelsRequest\"E\n\x1bInferenceListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ServedModel\"C\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x11\n\tcreated_s\x18\x03 \x01(\x03\x32\xf5\x02\n\tInference\x12W\n\x08Generate\x12#.octavo.v1.InferenceGenerateRequest\x1a$.octavo.v1.InferenceGenerateResponse0\x01\x12U\n\x08Tokenize\x12#.octavo.v1.InferenceTokenizeRequest\x1a$.octavo.v1.InferenceTokenizeResponse\x12[\n\nDetokenize\x12%.octavo.v1.InferenceDetokenizeRequest\x1a&.octavo.v1.InferenceDetokenizeResponse\x12[\n\nListModels\x12%.octavo.v1.InferenceListModelsRequest\x1a&.octavo.v1.InferenceListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xae\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\'\n\ntool_calls\x18\x04 \x03(\x0b\x32\x13.octavo.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tH\x02\x88\x01\x01\x42\n\n\x08_contentB\x07\n\x05_nameB\x0f\n\r_tool_call_id\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\"\xe6\x0c\n\x18InferenceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.octavo.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x17\n\x0fidempotency_key\x18\x10 \x01(\t\x12\x12\n\nrequest_id\x18\x11 \x01(\t\x12\x0c\n\x04user\x18\x12 \x01(\t\x12\x17\n\nmin_tokens\x18\x13 \x01(\rH\n\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x14 \x01(\x02H\x0b\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x15 \x01(\x02H\x0c\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x16 \x01(\x02H\r\x88\x01\x01\x12\x46\n\nlogit_bias\x18\x17 \x03(\x0b\x32\x32.octavo.v1.InferenceGenerateRequest.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x18 \x03(\r\x12\x11\n\tbad_words\x18\x19 \x03(\t\x12\x11\n\x04\x65\x63ho\x18\x1a \x01(\x08H\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1b \x01(\rH\x0f\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x1c \x01(\x08H\x10\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x1d \x01(\x08H\x11\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x1e \x01(\x08H\x12\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x1f \x01(\x05H\x13\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18  \x01(\x08H\x14\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18! \x01(\x08H\x15\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\" \x01(\x08H\x16\x88\x01\x01\x12\x1a\n\rchat_template\x18# \x01(\tH\x17\x88\x01\x01\x12&\n\x19\x63hat_template_kwargs_json\x18$ \x01(\tH\x18\x88\x01\x01\x12\x17\n\ncache_salt\x18% \x01(\tH\x19\x88\x01\x01\x12\x15\n\x08priority\x18& \x01(\x05H\x1a\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobsB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_echoB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_messageB\x10\n\x0e_chat_templateB\x1c\n\x1a_chat_template_kwargs_jsonB\r\n\x0b_cache_saltB\x0b\n\t_priority\"\x91\x02\n\x19InferenceGenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.octavo.v1.GenerateLogprob\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\'\n\x05usage\x18\x06 \x01(\x0b\x32\x18.octavo.v1.GenerateUsage\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12)\n\x06prompt\x18\x08 \x01(\x0b\x32\x19.octavo.v1.GeneratePrompt\"_\n\x0eGeneratePrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.octavo.v1.GenerateLogprob\"q\n\x0fGenerateLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12*\n\x03top\x18\x03 \x03(\x0b\x32\x1d.octavo.v1.GenerateTopLogprobB\n\n\x08_logprob\"7\n\x12GenerateTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"X\n\rGenerateUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x95\x03\n\x18InferenceTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.octavo.v1.ChatMessagesH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08H\x03\x88\x01\x01\x12\x1a\n\rchat_template\x18\x07 \x01(\tH\x04\x88\x01\x01\x12&\n\x19\x63hat_template_kwargs_json\x18\x08 \x01(\tH\x05\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_messageB\x10\n\x0e_chat_templateB\x1c\n\x1a_chat_template_kwargs_json\"E\n\x19InferenceTokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\">\n\x1aInferenceDetokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"+\n\x1bInferenceDetokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x1c\n\x1aInferenceListModelsRequest\"E\n\x1bInferenceListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ServedModel\"C\n\x0bServedModel\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x11\n\tcreated_s\x18\x03 \x01(\x03\x32\xf5\x02\n\tInference\x12W\n\x08Generate\x12#.octavo.v1.InferenceGenerateRequest\x1a$.octavo.v1.InferenceGenerateResponse0\x01\x12U\n\x08Tokenize\x12#.octavo.v1.InferenceTokenizeRequest\x1a$.octavo.v1.InferenceTokenizeResponse\x12[\n\nDetokenize\x12%.octavo.v1.InferenceDetokenizeRequest\x1a&.octavo.v1.InferenceDetokenizeResponse\x12[\n\nListModels\x12%.octavo.v1.InferenceListModelsRequest\x1a&.octavo.v1.InferenceListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_INFERENCEGENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_INFERENCEGENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_TOKENIDS']._serialized_start=64
   _globals['_TOKENIDS']._serialized_end=93
-  _globals['_CHATMESSAGE']._serialized_start=95
-  _globals['_CHATMESSAGE']._serialized_end=139
-  _globals['_CHATMESSAGES']._serialized_start=141
-  _globals['_CHATMESSAGES']._serialized_end=197
-  _globals['_INFERENCEGENERATEREQUEST']._serialized_start=200
-  _globals['_INFERENCEGENERATEREQUEST']._serialized_end=744
-  _globals['_INFERENCEGENERATERESPONSE']._serialized_start=747
-  _globals['_INFERENCEGENERATERESPONSE']._serialized_end=977
-  _globals['_GENERATELOGPROB']._serialized_start=979
-  _globals['_GENERATELOGPROB']._serialized_end=1075
-  _globals['_GENERATETOPLOGPROB']._serialized_start=1077
-  _globals['_GENERATETOPLOGPROB']._serialized_end=1132
-  _globals['_GENERATEUSAGE']._serialized_start=1134
-  _globals['_GENERATEUSAGE']._serialized_end=1222
-  _globals['_INFERENCETOKENIZEREQUEST']._serialized_start=1225
-  _globals['_INFERENCETOKENIZEREQUEST']._serialized_end=1388
-  _globals['_INFERENCETOKENIZERESPONSE']._serialized_start=1390
-  _globals['_INFERENCETOKENIZERESPONSE']._serialized_end=1459
-  _globals['_INFERENCEDETOKENIZEREQUEST']._serialized_start=1461
-  _globals['_INFERENCEDETOKENIZEREQUEST']._serialized_end=1523
-  _globals['_INFERENCEDETOKENIZERESPONSE']._serialized_start=1525
-  _globals['_INFERENCEDETOKENIZERESPONSE']._serialized_end=1568
-  _globals['_INFERENCELISTMODELSREQUEST']._serialized_start=1570
-  _globals['_INFERENCELISTMODELSREQUEST']._serialized_end=1598
-  _globals['_INFERENCELISTMODELSRESPONSE']._serialized_start=1600
-  _globals['_INFERENCELISTMODELSRESPONSE']._serialized_end=1669
-  _globals['_SERVEDMODEL']._serialized_start=1671
-  _globals['_SERVEDMODEL']._serialized_end=1738
-  _globals['_INFERENCE']._serialized_start=1741
-  _globals['_INFERENCE']._serialized_end=2114
+  _globals['_CHATMESSAGE']._serialized_start=96
+  _globals['_CHATMESSAGE']._serialized_end=270
+  _globals['_TOOLCALL']._serialized_start=272
+  _globals['_TOOLCALL']._serialized_end=332
+  _globals['_CHATMESSAGES']._serialized_start=334
+  _globals['_CHATMESSAGES']._serialized_end=390
+  _globals['_INFERENCEGENERATEREQUEST']._serialized_start=393
+  _globals['_INFERENCEGENERATEREQUEST']._serialized_end=2031
+  _globals['_INFERENCEGENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1492
+  _globals['_INFERENCEGENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1540
+  _globals['_INFERENCEGENERATERESPONSE']._serialized_start=2034
+  _globals['_INFERENCEGENERATERESPONSE']._serialized_end=2307
+  _globals['_GENERATEPROMPT']._serialized_start=2309
+  _globals['_GENERATEPROMPT']._serialized_end=2404
+  _globals['_GENERATELOGPROB']._serialized_start=2406
+  _globals['_GENERATELOGPROB']._serialized_end=2519
+  _globals['_GENERATETOPLOGPROB']._serialized_start=2521
+  _globals['_GENERATETOPLOGPROB']._serialized_end=2576
+  _globals['_GENERATEUSAGE']._serialized_start=2578
+  _globals['_GENERATEUSAGE']._serialized_end=2666
+  _globals['_INFERENCETOKENIZEREQUEST']._serialized_start=2669
+  _globals['_INFERENCETOKENIZEREQUEST']._serialized_end=3074
+  _globals['_INFERENCETOKENIZERESPONSE']._serialized_start=3076
+  _globals['_INFERENCETOKENIZERESPONSE']._serialized_end=3145
+  _globals['_INFERENCEDETOKENIZEREQUEST']._serialized_start=3147
+  _globals['_INFERENCEDETOKENIZEREQUEST']._serialized_end=3209
+  _globals['_INFERENCEDETOKENIZERESPONSE']._serialized_start=3211
+  _globals['_INFERENCEDETOKENIZERESPONSE']._serialized_end=3254
+  _globals['_INFERENCELISTMODELSREQUEST']._serialized_start=3256
+  _globals['_INFERENCELISTMODELSREQUEST']._serialized_end=3284
+  _globals['_INFERENCELISTMODELSRESPONSE']._serialized_start=3286
+  _globals['_INFERENCELISTMODELSRESPONSE']._serialized_end=3355
+  _globals['_SERVEDMODEL']._serialized_start=3357
+  _globals['_SERVEDMODEL']._serialized_end=3424
+  _globals['_INFERENCE']._serialized_start=3427
+  _globals['_INFERENCE']._serialized_end=3800
 # @@protoc_insertion_point(module_scope)

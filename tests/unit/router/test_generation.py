@@ -54,7 +54,7 @@ class Bench:
             token_ids=PROMPT,
             model=MODEL,
             hashes=MODEL.hash_prompt(PROMPT, None),
-            hash_tenant=None,
+            hash_salt=None,
             sampling=sampling,
             num_sequences=n,
             tenant="",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo_router.generation_defaults import GenerationDefaults, load_generation_defaults
+from octavo_router.token_rules import NO_RULES, TokenRules, parse_token_rules
 
 
 def load(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
@@ -54,6 +55,8 @@ def test_null_is_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text == ""
 
 
-def test_a_repetition_penalty_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load(tmp_path, {"repetition_penalty": 1.1}).repetition_penalty == 1.1
-    assert "repetition_penalty 1.1 is not applied" in caplog.text
+def test_a_repetition_penalty_counts(tmp_path: Path) -> None:
+    defaults = load(tmp_path, {"repetition_penalty": 1.1})
+    assert defaults.repetition_penalty == 1.1
+    assert parse_token_rules({}, defaults, 10) == TokenRules(repetition_penalty=1.1)
+    assert parse_token_rules({"repetition_penalty": 1}, defaults, 10) == NO_RULES

@@ -49,7 +49,7 @@ MESSAGES: list[Case] = [
     ),
     *(
         (CHAT, {"messages": [{"role": "user", "content": value}]}, "messages[0].content")
-        for value in (None, 5, [], {}, True)
+        for value in (None, 5, {}, True)
     ),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     *(
@@ -64,7 +64,19 @@ MESSAGES: list[Case] = [
     (
         CHAT,
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    *(
+        (CHAT, {"messages": [{"role": "assistant", "content": "", name: {"x": 1}}]}, path)
+        for name, path in [
+            ("function_call", "messages[0].function_call"),
+            ("audio", "messages[0].audio"),
+        ]
     ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
     # What the template refuses.
@@ -110,20 +122,63 @@ CHAT_FIELDS: list[Case] = [
         ("tool_choice", {"tool_choice": "required"}),
         ("response_format", {"response_format": {"type": "json_schema"}}),
         ("response_format", {"response_format": {"type": "json_object"}}),
-        ("logit_bias", {"logit_bias": {"5": 1}}),
-        ("presence_penalty", {"presence_penalty": 0.5}),
-        ("frequency_penalty", {"frequency_penalty": -1}),
-        ("repetition_penalty", {"repetition_penalty": 1.1}),
-        ("min_tokens", {"min_tokens": 3}),
         ("audio", {"audio": {"voice": "x"}}),
         ("modalities", {"modalities": ["text", "audio"]}),
-        ("cache_salt", {"cache_salt": "x"}),
-        ("priority", {"priority": 1}),
-        ("chat_template", {"chat_template": "x"}),
         ("best_of", {"best_of": 3}),
+        ("best_of", {"best_of": 3, "n": 1, "stream": True}),
+        *((f"guided_{kind}", {f"guided_{kind}": "x"}) for kind in ("json", "regex", "grammar")),
+        ("echo", {"echo": True}),
+        ("echo", {"echo": 1}),
+        ("prompt", {"prompt": "x"}),
+        ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+        *(("prompt_logprobs", {"prompt_logprobs": v}) for v in (-1, 21, True, "1")),
+        *(("logit_bias", {"logit_bias": {k: 1}}) for k in ("257", "-1", "x", "", "1.0", "+1")),
+        *(
+            ("logit_bias", {"logit_bias": v})
+            for v in ([], "x", 5, {str(i): 1 for i in range(20000)})
+        ),
+        *(("logit_bias.5", {"logit_bias": {"5": v}}) for v in (101, -100.5, None, "1", True, [])),
+        *(("presence_penalty", {"presence_penalty": v}) for v in (2.01, -2.01, "1", True)),
+        *(("frequency_penalty", {"frequency_penalty": v}) for v in (2.01, -3, [], False)),
+        *(("repetition_penalty", {"repetition_penalty": v}) for v in (0, -1, 101, "x")),
+        *(("min_tokens", {"min_tokens": v}) for v in (-1, 1.5, True, 2**31)),
+        ("min_tokens", {"min_tokens": 6, "max_tokens": 5}),
+        ("min_tokens", {"min_tokens": 2040}),
+        *(("allowed_token_ids", {"allowed_token_ids": v}) for v in ([], 5, {}, "x")),
+        *(("allowed_token_ids[0]", {"allowed_token_ids": [v]}) for v in (257, -1, 1.0, None)),
+        *(("bad_words", {"bad_words": v}) for v in ("x", 5, {}, ["x"] * 129)),
+        *(("bad_words[0]", {"bad_words": [v]}) for v in ("", " ", 5, None, "x" * 257)),
+        *(
+            (name, {name: v})
+            for v in (1, "true", [])
+            for name in (
+                "include_stop_str_in_output",
+                "skip_special_tokens",
+                "spaces_between_special_tokens",
+                "return_token_ids",
+                "add_generation_prompt",
+                "continue_final_message",
+                "add_special_tokens",
+            )
+        ),
+        (
+            "continue_final_message",
+            {"continue_final_message": True, "add_generation_prompt": True},
+        ),
+        *(("truncate_prompt_tokens", {"truncate_prompt_tokens": v}) for v in (0, -2, 1.5, True)),
+        ("chat_template", {"chat_template": "x"}),
+        ("chat_template", {"chat_template": 5}),
+        *(("chat_template_kwargs", {"chat_template_kwargs": v}) for v in ([], "x", 5)),
+        ("chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}),
+        *(("cache_salt", {"cache_salt": v}) for v in ("", 5, "x" * 257)),
+        *(("priority", {"priority": v}) for v in (1.5, True, "1", 2**31)),
+        *(("request_id", {"request_id": v}) for v in (5, "x" * 70000)),
         (
             "stream_options.continuous_usage_stats",
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            {
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": 1},
+            },
         ),
     ]
 ]
@@ -132,10 +187,20 @@ TEXT_FIELDS: list[Case] = [
     for name, fields in [
         ("logprobs", {"logprobs": True}),
         ("logprobs", {"logprobs": 21}),
-        ("echo", {"echo": True}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 0, "echo": False}),
+        ("max_tokens", {"max_tokens": -1, "echo": True}),
+        ("min_tokens", {"min_tokens": 17}),
+        ("min_tokens", {"min_tokens": 1, "max_tokens": 0, "echo": True}),
         ("best_of", {"best_of": 2, "n": 1}),
         ("suffix", {"suffix": "x"}),
-        ("prompt_logprobs", {"prompt_logprobs": 1}),
+        ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+        ("messages", {"messages": HI}),
+        ("max_completion_tokens", {"max_completion_tokens": 5}),
+        ("top_logprobs", {"top_logprobs": 5}),
+        ("continue_final_message", {"continue_final_message": True}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"a": 1}}),
+        ("add_special_tokens", {"add_special_tokens": 1}),
     ]
 ]
 
@@ -202,6 +267,10 @@ def test_harmless_fields_are_ignored() -> None:
         "presence_penalty": 0.0,
         "frequency_penalty": 0,
         "repetition_penalty": 1.0,
+        "echo": False,
+        "prompt_logprobs": None,
+        "chat_template_kwargs": {},
+        "priority": 0,
         "parallel_tool_calls": True,
         "no_such_field": [1, 2],
         "stream_options": None,
@@ -224,6 +293,16 @@ def test_harmless_fields_are_ignored() -> None:
         [{"role": "user", "content": ""}],
         [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
         [{"role": "user", "content": "nul \x00 here", "name": "bob"}],
+        [{"role": "user", "content": []}],
+        [
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        ],
     ],
 )
 def test_good_messages(messages: Any) -> None:

@@ -18,9 +18,11 @@ from octavo_router.openai_schema import (
     ErrorBody,
     ModelList,
 )
-from octavo_router.unsupported import NEUTRAL_VALUES
+from octavo_router.requests import RequestRules
+from octavo_router.unsupported import CHAT_ONLY, COMPLETIONS_ONLY, NEUTRAL_VALUES
 from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router
 
+RULES = RequestRules(GenerationDefaults(), 1000, allows_chat_template=True)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -83,7 +85,8 @@ def test_answers_are_as_documented() -> None:
 
 @pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
 def test_no_documented_field_is_refused_as_unsupported(model: Any) -> None:
-    assert not set(model.model_fields) & set(NEUTRAL_VALUES)
+    elsewhere = COMPLETIONS_ONLY if model is ChatRequest else CHAT_ONLY
+    assert not set(model.model_fields) & {*NEUTRAL_VALUES, *elsewhere}
 
 
 LIMITS: list[tuple[str, list[Any]]] = [
@@ -96,13 +99,27 @@ LIMITS: list[tuple[str, list[Any]]] = [
     ("max_tokens", [0, 1, 2**31 - 1, 2**31]),
     ("stop_token_ids", [[0], [0] * 128, [0] * 129]),
     ("ignore_eos", [True, False]),
+    ("min_tokens", [-1, 0, 2**31 - 1, 2**31]),
+    ("presence_penalty", [-2, 2, 2.1, -2.1]),
+    ("frequency_penalty", [-2, 2, 2.1, -2.1]),
+    ("repetition_penalty", [0, 0.01, 1, 100, 101]),
+    ("logit_bias", [{}, {"5": 1}, {str(i): 0 for i in range(1000)}]),
+    ("allowed_token_ids", [[], [0]]),
+    ("bad_words", [[], ["x"] * 128, ["x"] * 129]),
+    ("prompt_logprobs", [-1, 0, 20, 21]),
+    ("include_stop_str_in_output", [True, False, 1]),
+    ("skip_special_tokens", [True, False, 1]),
+    ("return_token_ids", [True, False, 1]),
+    ("truncate_prompt_tokens", [-2, -1, 1, 2**31]),
+    ("cache_salt", ["", "x", "x" * 256, "x" * 257]),
+    ("priority", [-(2**31), -1, 0, 2**31]),
 ]
 
 
 @pytest.mark.parametrize(("field", "values"), LIMITS)
 def test_documented_limits_are_the_enforced_ones(field: str, values: list[Any]) -> None:
     for value in values:
-        chat, text = {"messages": HI, field: value}, {"prompt": "x", field: value}
+        chat, text = {"messages": HI, field: value}, {"prompt": "x", "echo": True, field: value}
         for model, parse, body in [
             (ChatRequest, parse_chat, chat),
             (CompletionRequest, parse_completion, text),
@@ -120,7 +137,7 @@ def accepts_model(model: Any, body: dict[str, Any]) -> bool:
 
 def accepts_parse(parse: Any, body: dict[str, Any]) -> bool:
     try:
-        parse(body, GenerationDefaults(), 1000)
+        parse(body, RULES)
     except InvalidRequestError:
         return False
     return True
