@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.edge import start_edge_stack
 from tests.e2e.stack import Stack
 
 
@@ -14,4 +15,11 @@ def demo_stack(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     flags = ("--check-integrity", "true")
     folder = tmp_path_factory.mktemp("demo-stack")
     with Stack(folder, model=demo_folder, scheduler_flags=flags) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def edge_stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The tiny model behind a router with a key and small limits."""
+    with start_edge_stack(tmp_path_factory.mktemp("edge"), tiny_folder) as stack:
         yield stack

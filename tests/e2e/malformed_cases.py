@@ -1,6 +1,6 @@
 """Requests that must be refused: the table, and what each refusal must say.
 
-The served model has a vocabulary of 384 ids and a context of 2,048 tokens; the key is `KEY`.
+The served model has a vocabulary of 384 ids and a context of 2,048 tokens; the key is the edge's.
 """
 
 import json
@@ -8,13 +8,11 @@ import math
 from typing import Any, NamedTuple
 
 from octavo.v1 import inference_pb2
+from tests.e2e.edge import CHAT, KEY, MAX_BODY_BYTES, TEXT
 
-KEY = "k1-secret"
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 VOCAB_SIZE, CONTEXT = 384, 2048
 HI = [{"role": "user", "content": "hi"}]
-MAX_BODY_BYTES = 1 << 20
 Header = tuple[bytes, bytes]
 AUTHORIZATION: Header = (b"Authorization", b"Bearer " + KEY.encode())
 JSON_TYPE: Header = (b"Content-Type", b"application/json")

@@ -6,8 +6,6 @@ Every case of the table goes to a real stack while control streams run beside it
 import asyncio
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc.aio
@@ -15,37 +13,21 @@ import httpx
 import pytest
 
 from octavo.serving import open_channel
+from tests.e2e.edge import control, full_logs
 from tests.e2e.malformed_cases import (
     GRPC_CASES,
     HTTP_CASES,
-    KEY,
-    MAX_BODY_BYTES,
     RAW_CASES,
-    TEXT,
     GrpcCase,
     HttpCase,
     RawCase,
 )
 from tests.e2e.stack import Stack, total
 from tests.fakes.raw_http import dialling
-from tests.sse_parser import parse
 
-CONTROL = {"prompt": "the cat sat on the", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 AT_ONCE = 8
+FINISHED = 'octavo_requests_total{endpoint="completions",outcome="length"}'
 SERVICE = "/octavo.v1.Inference/"
-
-
-@pytest.fixture(scope="module")
-def stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    flags = ("--max-body-bytes", str(MAX_BODY_BYTES))
-    with Stack(
-        tmp_path_factory.mktemp("malformed"),
-        model=tiny_folder,
-        router_flags=flags,
-        scheduler_flags=("--check-integrity", "true"),
-        environ={"OCTAVO_API_KEYS": KEY},
-    ) as stack:
-        yield stack
 
 
 def test_the_table_is_large_and_has_no_case_twice() -> None:
@@ -111,30 +93,19 @@ async def send_grpc(channel: grpc.aio.Channel, case: GrpcCase) -> None:
     assert 0 < len(error.details() or "") < 500, case.name
 
 
-async def control(client: httpx.AsyncClient) -> tuple[str, int]:
-    """One whole stream; its text and its prompt's tokens."""
-    answer = await client.post(
-        TEXT,
-        json={**CONTROL, "stream": True, "stream_options": {"include_usage": True}},
-        headers={"authorization": f"Bearer {KEY}"},
-    )
-    assert answer.status_code == 200, answer.text
-    stream = parse(answer.content)
-    assert stream.usage is not None
-    assert stream.usage["completion_tokens"] == CONTROL["max_tokens"]
-    return stream.text(), stream.usage["prompt_tokens"]
+def counters(stack: Stack) -> dict[str, float]:
+    """Sequences that the scheduler ended, prompt tokens that it was sent, the router's ends."""
+    scheduler, router = stack.scheduler_metrics(), stack.router_metrics()
+    return {
+        "sequences": total(scheduler, "octavo_sequence_outcomes_total"),
+        "prompt tokens": total(scheduler, "octavo_prefix_cache_queries_total"),
+        "finished": router.get(FINISHED, 0),
+        "errors": sum(value for name, value in router.items() if 'outcome="error"' in name),
+    }
 
 
-def counters(stack: Stack) -> tuple[float, float]:
-    """Sequences that the scheduler ended, and prompt tokens that it was sent."""
-    metrics = stack.scheduler_metrics()
-    return (
-        total(metrics, "octavo_sequence_outcomes_total"),
-        total(metrics, "octavo_prefix_cache_queries_total"),
-    )
-
-
-def test_every_bad_request_is_refused_and_nobody_else_feels_it(stack: Stack) -> None:
+def test_every_bad_request_is_refused_and_nobody_else_feels_it(edge_stack: Stack) -> None:
+    stack = edge_stack
     port = stack.routers[0].ports["port"]
 
     async def main() -> list[tuple[str, int]]:
@@ -175,12 +146,12 @@ def test_every_bad_request_is_refused_and_nobody_else_feels_it(stack: Stack) -> 
     assert len(controls) >= 2
     assert len(set(controls)) == 1
     stack.wait_idle()
-    num_sequences, num_tokens = counters(stack)
-    assert num_sequences - before[0] == len(controls)
-    assert num_tokens - before[1] == len(controls) * controls[0][1]
-    router = stack.router_metrics()
-    assert total(router, "octavo_requests_in_flight") == 0
-    finished = 'octavo_requests_total{endpoint="completions",outcome="length"}'
-    assert router[finished] == len(controls)
-    assert not any('outcome="error"' in name and value for name, value in router.items())
-    assert "Traceback" not in stack.logs()
+    after = counters(stack)
+    assert {name: after[name] - before[name] for name in after} == {
+        "sequences": len(controls),
+        "prompt tokens": len(controls) * controls[0][1],
+        "finished": len(controls),
+        "errors": 0,
+    }
+    assert total(stack.router_metrics(), "octavo_requests_in_flight") == 0
+    assert "Traceback" not in full_logs(stack)
