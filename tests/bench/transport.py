@@ -170,7 +170,8 @@ class RawProtocol(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
-    def data_received(self, _data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
+        del data
         self.transport.write(_RAW_HEAD)
         if self.delivery == "direct":
             self.ticker.add(self.write)
