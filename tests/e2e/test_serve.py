@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -174,6 +175,35 @@ def test_a_killed_worker_comes_back_and_ctrl_c_drains_in_order(
     assert served.log.count("again in") == 1
     # Run folders are cleaned up.
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_worker_out_of_memory_says_so_and_is_replaced(tiny_folder: Path, tmp_path: Path) -> None:
+    """The request that it fails on goes on at its successor, which has the memory."""
+    flags = ("--port", "0", "--num-kv-blocks", "200", "--max-num-batched-tokens", "2048")
+    # Memory comes from the system when it is asked for, not from what glibc holds in reserve.
+    environ = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    with Served(tmp_path, str(tiny_folder), *flags, **environ) as served:
+        served.wait_ready()
+        served.ask()
+        worker = served.children()["worker"]
+        status = Path(f"/proc/{worker}/status").read_text()
+        size_bytes = int(re.search(r"VmSize:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+        limit = (size_bytes + (1 << 20), resource.RLIM_INFINITY)
+        resource.prlimit(worker, resource.RLIMIT_AS, limit)
+        body = {"prompt": [5] * 2000, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{served.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 5
+        assert re.search(r"worker-0 +│ .*CRITICAL .*ending: \w+: .*memory", served.log)
+        assert "worker-0 ended after" in served.log
+        assert "(status 1); again in 0.5 s" in served.log
+        assert served.children()["worker"] != worker
+        served.process.send_signal(signal.SIGINT)
+        assert served.wait() == 0
 
 
 def test_a_killed_valkey_comes_back_and_is_told_everything_again(
