@@ -290,6 +290,8 @@ class Cell:
 
     def _take_in(self, reading: Reading) -> None:
         """Hand tokens to their sessions, end what ended, queue what comes back."""
+        for report in reading.prompts:
+            self.book.report_prompt(report)
         self.book.deliver(reading.tokens)
         for sequence in reading.prefilled:
             self.metrics.prefill_time.observe(self.clock() - sequence.admitted_at)

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.blocks import HASH_BYTES
 from octavo.v1 import common_pb2, worker_pb2
-from octavo_scheduler.plan import Capacity, ModelSpec, Plan, StepOutcome
+from octavo_scheduler.plan import Capacity, ModelSpec, Plan, PromptPiece, StepOutcome
 
 
 def _pack(values: tuple[int, ...]) -> bytes:
@@ -22,15 +22,20 @@ def plan_to_proto(plan: Plan) -> worker_pb2.Plan:
     if plan.block_updates:
         message.block_updates = _pack(plan.block_updates)
     for added in plan.added_rows:
+        sampling = common_pb2.SamplingParams.FromString(added.sampling)
+        if not added.reports_prompt:
+            sampling.ClearField("prompt_logprobs")
         message.added_rows.add(
             row=added.row,
             generation=added.generation,
-            sampling=common_pb2.SamplingParams.FromString(added.sampling),
+            sampling=sampling,
             sequence_index=added.sequence_index,
             block_ids=_pack(added.block_ids),
             num_computed_tokens=added.num_computed_tokens,
             max_total_tokens=added.max_total_tokens,
             min_total_tokens=added.min_total_tokens,
+            history_token_ids=added.history,
+            num_prompt_tokens=added.num_prompt_tokens,
         )
     for chunk in plan.chunks:
         message.chunks.add(
@@ -61,6 +66,10 @@ def outcome_from_proto(message: worker_pb2.StepResult) -> StepOutcome:
         logprobs={item.entry: item.logprobs for item in message.logprobs},
         errors={(item.row, item.generation): item.message for item in message.errors},
         step_us=message.step_us,
+        prompt_logprobs=[
+            PromptPiece(item.row, item.generation, item.start, item.entries)
+            for item in message.prompt_logprobs
+        ],
     )
 
 

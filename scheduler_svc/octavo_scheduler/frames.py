@@ -14,6 +14,7 @@ from octavo.v1 import common_pb2, scheduler_pb2
 from octavo_scheduler.core import CancelReason
 from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
 from octavo_scheduler.plan import ModelSpec
+from octavo_scheduler.sampling import check_sampling, count_ids, needs_history
 from octavo_scheduler.sequence import FinishReason, Resume, Submission
 
 _MAX_SEQUENCES = 128
@@ -45,7 +46,7 @@ class LoadNumbers:
 
 def submission_from_proto(message: scheduler_pb2.Submit, model: ModelSpec) -> Submission:
     """A checked submission; raises InvalidRequestError naming the field."""
-    num_tokens = _check_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
+    num_tokens = count_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
     if num_tokens == 0:
         raise InvalidRequestError("the prompt has no token; send at least one", param="prompt")
     if len(message.root_hash) != HASH_BYTES:
@@ -65,9 +66,7 @@ def submission_from_proto(message: scheduler_pb2.Submit, model: ModelSpec) -> Su
             f"num_sequences is {message.num_sequences}, not in 1 .. {_MAX_SEQUENCES}", param="n"
         )
     sampling = message.sampling
-    if sampling.max_tokens < 1:
-        raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
-    _check_ids("stop_token_ids", sampling.stop_token_ids, None)
+    check_sampling(sampling, model.vocab_size)
     ending_ids = np.frombuffer(sampling.stop_token_ids, "<u4").tolist()
     return Submission(
         handle=message.handle,
@@ -84,13 +83,15 @@ def submission_from_proto(message: scheduler_pb2.Submit, model: ModelSpec) -> Su
         tenant=message.tenant,
         priority=message.priority,
         resumes=_resumes(message, model),
+        needs_history=needs_history(sampling),
+        wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
     )
 
 
 def _resumes(message: scheduler_pb2.Submit, model: ModelSpec) -> tuple[Resume, ...]:
     resumes: list[Resume] = []
     for resume in message.resumes:
-        count = _check_ids("resumes", resume.delivered_token_ids, model.vocab_size)
+        count = count_ids("resumes", resume.delivered_token_ids, model.vocab_size)
         is_new = all(resume.sequence_index != other.sequence_index for other in resumes)
         if resume.sequence_index >= message.num_sequences or not is_new:
             raise InvalidRequestError(
@@ -104,18 +105,6 @@ def _resumes(message: scheduler_pb2.Submit, model: ModelSpec) -> tuple[Resume, .
             )
         resumes.append(Resume(resume.sequence_index, resume.delivered_token_ids, resume.finished))
     return tuple(resumes)
-
-
-def _check_ids(name: str, packed: bytes, vocab_size: int | None) -> int:
-    """Number of packed u32 ids, all of them below `vocab_size`."""
-    if len(packed) % 4:
-        raise InvalidRequestError(f"{name} has {len(packed)} bytes: no packed u32", param=name)
-    ids = np.frombuffer(packed, "<u4")
-    if vocab_size is not None and ids.size and int(ids.max()) >= vocab_size:
-        raise InvalidRequestError(
-            f"{name} holds id {int(ids.max())}; ids end at {vocab_size - 1}", param=name
-        )
-    return ids.size
 
 
 def cancel_reason_from_proto(value: int) -> CancelReason:
@@ -151,6 +140,10 @@ def frame_to_proto(frame: Frame, load: LoadNumbers) -> scheduler_pb2.SchedulerSe
             sequence_index=started.sequence_index,
             num_cached_tokens=started.num_cached_tokens,
             queue_ms=started.queue_ms,
+        )
+    for prompt in frame.prompt_logprobs:
+        message.prompt_logprobs.add(
+            handle=prompt.handle, start=prompt.start, entries=prompt.entries
         )
     if frame.tokens is not None:
         _fill_tokens(message.tokens, frame.tokens)

@@ -1,4 +1,4 @@
-"""What a session is owed: started, tokens, finished, rejected, gathered until the next frame.
+"""What a session is owed, gathered until the next frame: notes, and tokens.
 
 Tokens stay in columns; steps that share a frame are merged so that a sequence has one entry.
 A frame is taken when the stream can take one, so a slow reader gets fewer, larger frames.
@@ -6,7 +6,7 @@ A frame is taken when the stream can take one, so a slow reader gets fewer, larg
 Must not know: grpc, protos. Entry points: `Outbox.push`, `Outbox.take`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,15 @@ class StartedNote:
     sequence_index: int
     num_cached_tokens: int
     queue_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsNote:
+    """Log-probabilities of a prompt's tokens from position `start` on; opaque messages."""
+
+    handle: int
+    start: int
+    entries: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class Frame:
     """Everything owed since the last frame."""
 
     started: list[StartedNote] = field(default_factory=list[StartedNote])
+    prompt_logprobs: list[PromptLogprobsNote] = field(default_factory=list[PromptLogprobsNote])
     tokens: TokenFrame | None = None
     finished: list[FinishedNote] = field(default_factory=list[FinishedNote])
     rejected: list[RejectedNote] = field(default_factory=list[RejectedNote])
@@ -82,7 +92,8 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         frame = self._frame
-        return not (self._pieces or frame.started or frame.finished or frame.rejected)
+        notes = frame.started or frame.prompt_logprobs or frame.finished or frame.rejected
+        return not (self._pieces or notes)
 
     def push(self, tokens: TokenColumns) -> None:
         """Tokens of one step, at most one a sequence and call."""
@@ -93,6 +104,10 @@ class Outbox:
     def started(self, note: StartedNote) -> None:
         """It travels with the next frame: one of its own would hold up the first token's."""
         self._frame.started.append(note)
+
+    def prompt_logprobs(self, note: PromptLogprobsNote) -> None:
+        self._frame.prompt_logprobs.append(note)
+        self._on_dirty()
 
     def finished(self, note: FinishedNote) -> None:
         self._frame.finished.append(note)

@@ -4,6 +4,7 @@
 Must not know: protos, policies.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class AddedRow:
-    """A sequence takes a row; `sampling` is an opaque serialized message."""
+    """A sequence takes a row; `sampling` is an opaque serialized message.
+
+    `history` is packed u32: all known tokens, or empty for a row that doesn't need them.
+    """
 
     row: int
     generation: int
@@ -52,6 +56,9 @@ class AddedRow:
     num_computed_tokens: int
     max_total_tokens: int
     min_total_tokens: int
+    num_prompt_tokens: int
+    history: bytes = b""
+    reports_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,16 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Log-probabilities of prompt tokens from position `start` on; opaque messages."""
+
+    row: int
+    generation: int
+    start: int
+    entries: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """One step's result: columns with one entry per drawn token.
 
@@ -95,3 +112,4 @@ class StepOutcome:
     logprobs: dict[int, Any] = field(default_factory=dict[int, Any])
     errors: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     step_us: int = 0
+    prompt_logprobs: Sequence[PromptPiece] = ()

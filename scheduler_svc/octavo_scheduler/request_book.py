@@ -11,8 +11,14 @@ import numpy as np
 
 from octavo.errors import OctavoError
 from octavo.metrics import SchedulerMetrics
-from octavo_scheduler.outbox import FinishedNote, Outbox, RejectedNote, StartedNote
-from octavo_scheduler.results import TokenColumns, select
+from octavo_scheduler.outbox import (
+    FinishedNote,
+    Outbox,
+    PromptLogprobsNote,
+    RejectedNote,
+    StartedNote,
+)
+from octavo_scheduler.results import PromptReport, TokenColumns, select
 from octavo_scheduler.sequence import (
     FinishReason,
     Request,
@@ -70,6 +76,13 @@ class RequestBook:
         if outbox := self.outboxes.get(request.session_id):
             handle, waited_ms = request.submission.handle, int(1000 * waited_s)
             outbox.started(StartedNote(handle, sequence.index, sequence.num_cached, waited_ms))
+
+    def report_prompt(self, report: PromptReport) -> None:
+        """Hand log-probabilities of a prompt to its session."""
+        request = report.sequence.request
+        if outbox := self.outboxes.get(request.session_id):
+            handle = request.submission.handle
+            outbox.prompt_logprobs(PromptLogprobsNote(handle, report.start, report.entries))
 
     def deliver(self, tokens: TokenColumns) -> None:
         """Hand a step's tokens to their sessions."""

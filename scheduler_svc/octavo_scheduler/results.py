@@ -7,6 +7,7 @@ cancelled sequence) and is dropped. Python touches only rows that cross a block 
 Must not know: the queue, sessions, protos. Entry point: `read_outcome`.
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from octavo_scheduler.plan import (
     EVENT_NONE,
     EVENT_STOP,
     U32,
+    PromptPiece,
     StepOutcome,
 )
 from octavo_scheduler.sequence import FinishReason, Sequence, State
@@ -48,6 +50,15 @@ class Ended:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Log-probabilities of the sequence's prompt tokens from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    entries: SequenceOf[Any]
+
+
 @dataclass(slots=True)
 class Reading:
     """What a result means for the cell."""
@@ -57,6 +68,7 @@ class Reading:
     ended: list[Ended] = field(default_factory=list[Ended])
     returning: list[Sequence] = field(default_factory=list[Sequence])  # may queue again now
     prefilled: list[Sequence] = field(default_factory=list[Sequence])
+    prompts: list[PromptReport] = field(default_factory=list[PromptReport])
 
 
 def read_outcome(worker: WorkerState, outcome: StepOutcome) -> Reading:
@@ -77,6 +89,8 @@ def read_outcome(worker: WorkerState, outcome: StepOutcome) -> Reading:
     reading = Reading(columns)
     if outcome.repeat == 0:
         _read_plan(worker, reading)
+        for piece in outcome.prompt_logprobs:
+            _read_prompt_piece(worker, piece, reading)
     is_held = table.generation[rows] == outcome.generations
     is_ordinary = is_held & (outcome.events != EVENT_ERROR)
     if is_ordinary.all():
@@ -128,6 +142,30 @@ def _read_plan(worker: WorkerState, reading: Reading) -> None:
             sequence.is_suspect = False
             if worker.unproven is sequence:
                 worker.unproven = None
+
+
+def _read_prompt_piece(worker: WorkerState, piece: PromptPiece, reading: Reading) -> None:
+    """Log-probabilities of a holder's prompt, past or present; what it reported before is cut."""
+    table = worker.rows
+    if piece.row >= len(table.holders):
+        raise WorkerProtocolError(f"prompt_logprobs name row {piece.row}")
+    if int(table.generation[piece.row]) == piece.generation:
+        sequence = table.holders[piece.row]
+    else:
+        leaving = worker.leaving.get((piece.row, piece.generation))
+        sequence = None if leaving is None else leaving.sequence
+    if sequence is None or sequence.state is State.ENDED or not sequence.reports_prompt:
+        return
+    num_known = sequence.next_reported - piece.start
+    if num_known < 0:
+        raise WorkerProtocolError(
+            f"prompt_logprobs of row {piece.row} go on at {piece.start}, "
+            f"not at {sequence.next_reported}"
+        )
+    entries = piece.entries[num_known:]
+    if entries:
+        reading.prompts.append(PromptReport(sequence, sequence.next_reported, entries))
+        sequence.next_reported += len(entries)
 
 
 def _append_tokens(worker: WorkerState, rows: U32, token_ids: U32) -> None:

@@ -63,6 +63,9 @@ class Submission:
     tenant: str = ""
     priority: int = 0
     resumes: tuple[Resume, ...] = ()
+    # Rows must be told all known tokens (penalties, bad words); the prompt is to be reported.
+    needs_history: bool = False
+    wants_prompt_logprobs: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +112,13 @@ class Sequence:
     is_suspect: bool = False
     was_started: bool = False
     admitted_at: float = 0.0
+    # Position of the prompt token whose log-probability is reported next; 0 = not by it.
+    next_reported: int = 0
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still owed: it then computes all of it."""
+        return 0 < self.next_reported < self.request.num_prompt_tokens
 
     @property
     def num_generated(self) -> int:
@@ -148,7 +158,12 @@ def make_sequences(request: Request, block_size: int) -> list[Sequence]:
         is_first = not sequences
         tokens = len(token_ids) if is_first else min(len(token_ids), block_size)
         hashes = list(submission.block_hashes)
-        sequences.append(Sequence(request, index, token_ids, hashes, queue_tokens=tokens))
+        sequence = Sequence(request, index, token_ids, hashes, queue_tokens=tokens)
+        # The prompt is reported once a request, before the first sequence's first token: one
+        # that delivered a token has done it.
+        is_reporter = submission.wants_prompt_logprobs and index == 0
+        sequence.next_reported = int(is_reporter and not sequence.num_generated)
+        sequences.append(sequence)
     return sequences
 
 

@@ -183,13 +183,13 @@ class WorkerState:
 
     def find_hits(self, sequence: Sequence) -> list[int]:
         """Cached blocks of its prefix; at least its last known token stays to compute."""
-        if not self.caching:
+        if not self.caching or sequence.reports_prompt:
             return []
         return self.pool.match(sequence.block_hashes, self._max_hits(sequence))
 
     def waits_for_block(self, sequence: Sequence, num_hits: int) -> bool:
         """Whether its next missing block is being computed for somebody else right now."""
-        if not self.caching or num_hits >= self._max_hits(sequence):
+        if not self.caching or sequence.reports_prompt or num_hits >= self._max_hits(sequence):
             return False
         return sequence.block_hashes[num_hits] in self.computing
 
@@ -318,6 +318,8 @@ class WorkerState:
 
     def _added_row(self, sequence: Sequence) -> AddedRow:
         row, submission = sequence.row, sequence.request.submission
+        num_prompt_tokens = sequence.request.num_prompt_tokens
+        needs_history = submission.needs_history or sequence.reports_prompt
         # Blocks that the draft itself gave the row travel with it.
         return AddedRow(
             row=row,
@@ -328,7 +330,10 @@ class WorkerState:
             num_computed_tokens=sequence.num_cached,
             max_total_tokens=sequence.max_total_tokens,
             # The total counts the ending id itself: it may come after min_tokens others.
-            min_total_tokens=sequence.request.num_prompt_tokens + submission.min_tokens + 1,
+            min_total_tokens=num_prompt_tokens + submission.min_tokens + 1,
+            num_prompt_tokens=num_prompt_tokens,
+            history=sequence.token_ids.tobytes() if needs_history else b"",
+            reports_prompt=sequence.reports_prompt,
         )
 
     # ---- sealing

@@ -107,6 +107,11 @@ class FakeDevice:
         self._salt = np.zeros(rows, np.uint64)
         self._endings: list[frozenset[int]] = [frozenset()] * rows
         self._logprobs: list[bool] = [False] * rows
+        self._history: list[npt.NDArray[np.int64] | None] = [None] * rows
+        self._num_prompt = np.zeros(rows, np.int64)
+        # Rows that report their prompts: log-probability -id / 1e6, rank = position.
+        self._reports_prompt = np.zeros(rows, np.bool_)
+        self._prompt_logprobs: list[worker_pb2.PromptLogprobs] = []
         self._num_blocks = np.zeros(rows, np.int64)
         width = -(-size.max_model_len // size.block_size)
         self._table = np.zeros((rows, width), np.int64)
@@ -195,6 +200,12 @@ class FakeDevice:
         self._salt[row] = salt_of(added.sampling, added.sequence_index)
         self._endings[row] = frozenset(np.frombuffer(added.sampling.stop_token_ids, "<u4").tolist())
         self._logprobs[row] = added.sampling.HasField("logprobs")
+        history = np.frombuffer(added.history_token_ids, "<u4").astype(np.int64)
+        self._history[row] = history if history.size else None
+        self._num_prompt[row] = added.num_prompt_tokens
+        self._reports_prompt[row] = added.sampling.HasField("prompt_logprobs")
+        if not history.size and (self._reports_prompt[row] or added.sampling.presence_penalty):
+            self._violate(f"row {row}: its history is missing")
         self._num_blocks[row] = blocks.size
         self._table[row, : blocks.size] = blocks
 
@@ -213,9 +224,27 @@ class FakeDevice:
             self._violate(f"row {row}: chunk beyond the block table")
         self._write(blocks, positions, token_ids)
         self._computed[row] = positions[-1] + 1
+        if (history := self._history[row]) is not None:
+            is_end = bool(positions[-1] + 1 == history.size)
+            if not np.array_equal(history[positions], token_ids) or chunk.is_last != is_end:
+                self._violate(f"row {row}: the chunk isn't what the history says")
+            self._report_prompt(row, int(positions[0]) + 1, int(positions[-1]) + 2)
         if not chunk.is_last:
             return []
         return self._draw(np.array([row]))
+
+    def _report_prompt(self, row: int, start: int, end: int) -> None:
+        """Of the prompt tokens [start, end), if the row was asked to."""
+        history = self._history[row]
+        end = min(end, int(self._num_prompt[row]))
+        if not self._reports_prompt[row] or history is None or start >= end:
+            return
+        item = worker_pb2.PromptLogprobs(
+            row=row, generation=int(self._generation[row]), start=start
+        )
+        for position in range(start, end):
+            item.entries.add(logprob=-int(history[position]) / 1e6, rank=position)
+        self._prompt_logprobs.append(item)
 
     def _decode_rows(self) -> npt.NDArray[np.int64]:
         """Rules 2 and 4."""
@@ -282,7 +311,9 @@ class FakeDevice:
             generations=generations.tobytes(),
             token_ids=np.array([token for _, token, _ in entries], "<u4").tobytes(),
             events=bytes(event for _, _, event in entries),
+            prompt_logprobs=self._prompt_logprobs,
         )
+        self._prompt_logprobs = []
         for i, (row, token, event) in enumerate(entries):
             if event == ERROR:
                 result.errors.add(row=row, generation=generations[i], message="poisoned")

@@ -21,6 +21,7 @@ from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.outbox import FinishedNote, Frame, Outbox, RejectedNote, StartedNote
 from octavo_scheduler.plan import Capacity, ModelSpec, Plan
 from octavo_scheduler.recovery import Loss
+from octavo_scheduler.sampling import needs_history
 from octavo_scheduler.sequence import Resume, Submission
 from tests.fakes.fake_device import FakeDevice, FakeSize
 
@@ -119,6 +120,8 @@ class SimulatedCell:
         self.cell.open_session(SESSION, self.outbox)
         self.answers: dict[tuple[int, int], Answer] = {}
         self.rejected: dict[int, RejectedNote] = {}
+        # By handle: (position, log-probability) of the prompt tokens, as they came.
+        self.prompts: dict[int, list[tuple[int, float]]] = {}
         self.members: list[Member] = []
         self.links: dict[Member, MemoryLink] = {}
         self.num_steps = 0
@@ -159,6 +162,8 @@ class SimulatedCell:
         ending_ids: Sequence[int] = (),
         min_tokens: int = 0,
         logprobs: bool = False,
+        prompt_logprobs: bool = False,
+        presence_penalty: float = 0.0,
         priority: int = 0,
         deadline_ms: int | None = None,
         resumes: Sequence[Resume] = (),
@@ -168,6 +173,10 @@ class SimulatedCell:
         self._next_handle += 1
         ids = np.array(prompt, np.uint32)
         sampling = sampling_of(seed, ending_ids, logprobs)
+        if prompt_logprobs:
+            sampling.prompt_logprobs = 0
+        if presence_penalty:
+            sampling.presence_penalty = presence_penalty
         submission = Submission(
             handle=handle,
             request_id=f"r{handle}",
@@ -182,6 +191,8 @@ class SimulatedCell:
             deadline_ms=deadline_ms,
             priority=priority,
             resumes=tuple(resumes),
+            needs_history=needs_history(sampling),
+            wants_prompt_logprobs=prompt_logprobs,
         )
         self.cell.submit(SESSION, submission)
         return handle
@@ -224,6 +235,10 @@ class SimulatedCell:
             answer = self.answer(started.handle, started.sequence_index)
             assert answer.started is None, "started twice"
             answer.started = started
+        for note in frame.prompt_logprobs:
+            assert not self.answer(note.handle).token_ids, "a prompt reported after a token"
+            values = [(note.start + i, entry.logprob) for i, entry in enumerate(note.entries)]
+            self.prompts.setdefault(note.handle, []).extend(values)
         if frame.tokens is not None:
             start = 0
             columns = (frame.tokens.handles, frame.tokens.indexes, frame.tokens.counts)

@@ -7,7 +7,8 @@ import pytest
 
 from octavo.errors import InvalidRequestError
 from octavo.v1 import common_pb2, scheduler_pb2
-from octavo_scheduler.frames import submission_from_proto
+from octavo_scheduler.frames import LoadNumbers, frame_to_proto, submission_from_proto
+from octavo_scheduler.outbox import Frame, PromptLogprobsNote
 from octavo_scheduler.plan import ModelSpec
 
 MODEL = ModelSpec("m", "r", 16, "fp32", 1, 4096, 1000, (2,))
@@ -49,6 +50,69 @@ def test_everything_is_taken_over() -> None:
     # What the scheduler doesn't read reaches the worker unchanged.
     assert common_pb2.SamplingParams.FromString(submission.sampling) == message.sampling
     assert submission_from_proto(submit(), MODEL).deadline_ms is None
+
+
+def sampling(**changes: Any) -> dict[str, Any]:
+    return {"sampling": common_pb2.SamplingParams(max_tokens=3, **changes)}
+
+
+def f32s(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (False, False)),
+        ({"presence_penalty": 0.0, "repetition_penalty": 1.0}, (False, False)),
+        ({"presence_penalty": 0.1}, (True, False)),
+        ({"frequency_penalty": -0.1}, (True, False)),
+        ({"repetition_penalty": 1.1}, (True, False)),
+        ({"bad_words": [ids(4)], "logit_bias_ids": ids(1), "logit_bias_values": f32s(2)}, (0, 0)),
+        ({"bad_words": [ids(4, 5)], "allowed_token_ids": ids(1)}, (True, False)),
+        ({"prompt_logprobs": 0}, (False, True)),
+    ],
+)
+def test_what_the_scheduler_reads_of_the_rules(
+    changes: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    submission = submission_from_proto(submit(**sampling(**changes)), MODEL)
+    assert (submission.needs_history, submission.wants_prompt_logprobs) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"frequency_penalty": float("-inf")}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"logit_bias_ids": ids(1, 2), "logit_bias_values": f32s(1)}, "logit_bias"),
+        ({"logit_bias_ids": ids(1000), "logit_bias_values": f32s(1)}, "logit_bias"),
+        ({"logit_bias_ids": ids(1), "logit_bias_values": f32s(np.inf)}, "logit_bias"),
+        ({"allowed_token_ids": ids(1000)}, "allowed_token_ids"),
+        ({"allowed_token_ids": b"abc"}, "allowed_token_ids"),
+        ({"bad_words": [b""]}, "bad_words"),
+        ({"bad_words": [ids(1), ids(1, 1000)]}, "bad_words"),
+        ({"bad_words": [ids(*range(65))]}, "bad_words"),
+        ({"bad_words": [ids(1)] * 1025}, "bad_words"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ],
+)
+def test_a_rule_that_could_fail_a_row_is_refused(changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        submission_from_proto(submit(**sampling(**changes)), MODEL)
+    assert caught.value.param == param
+
+
+def test_a_frame_carries_prompt_logprobs() -> None:
+    entries = [common_pb2.TokenLogprobs(logprob=-0.5, rank=3)]
+    frame = Frame(prompt_logprobs=[PromptLogprobsNote(7, 33, entries)])
+    message = frame_to_proto(frame, LoadNumbers(0, 0, 0, 0, 0, 0, draining=False))
+    (batch,) = message.prompt_logprobs
+    assert (batch.handle, batch.start) == (7, 33)
+    assert list(batch.entries) == entries
 
 
 @pytest.mark.parametrize(
