@@ -56,6 +56,15 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
+    @classmethod
+    def of_request(cls, source: str, special_tokens: Mapping[str, str]) -> "ChatTemplate":
+        """A template that a client sent: a broken one is the client's fault."""
+        try:
+            return cls(source, special_tokens)
+        except ConfigurationError as error:
+            text = f"chat_template is broken: {_reason(error.__cause__ or error)}"
+            raise InvalidRequestError(text, param="chat_template") from error
+
     def render(
         self,
         messages: Sequence[Message],
@@ -213,7 +222,7 @@ def _shown(value: Any) -> str:
     return ascii(value)[:50] if isinstance(value, str) else type(value).__name__
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     if len(text) > MAX_REASON_CHARS:
         text = text[:MAX_REASON_CHARS] + "..."

@@ -71,7 +71,7 @@ def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...
         return ()
     if len(biases) > MAX_BIASED_IDS:
         refuse("logit_bias", f"of at most {MAX_BIASED_IDS} ids", f"{len(biases)} ids")
-    return tuple(_bias(key, biases, vocab_size) for key in biases)
+    return tuple(sorted(_bias(key, biases, vocab_size) for key in biases))
 
 
 def _bias(key: str, biases: Mapping[str, Any], vocab_size: int) -> tuple[int, float]:

@@ -121,12 +121,7 @@ class HuggingFaceTokenizer:
 
     def _template_of(self, source: str | None) -> ChatTemplate:
         if source is not None:
-            try:
-                return ChatTemplate(source, self._special_tokens)
-            except ConfigurationError as error:
-                raise InvalidRequestError(
-                    f"chat_template: {error.message[:300]}", param="chat_template"
-                ) from error
+            return ChatTemplate.of_request(source, self._special_tokens)
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a complete prompt",

@@ -44,7 +44,7 @@ class ByteTokenizer:
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> NDArray[np.uint32]:
-        chat = TEMPLATE if template is None else ChatTemplate(template, {})
+        chat = TEMPLATE if template is None else ChatTemplate.of_request(template, {})
         text = chat.render(
             messages,
             add_generation_prompt=add_generation_prompt,
