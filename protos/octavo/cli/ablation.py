@@ -48,8 +48,8 @@ class Defaults(NamedTuple):
     rounds: int
 
 
-# About a minute on two cores, with one thread.
-ON_CPU = Defaults("tiny", requests=64, dialogues=24, scale=0.25, memory=8, rounds=2)
+# Less than a minute on one idle core.
+ON_CPU = Defaults("tiny", requests=48, dialogues=24, scale=0.25, memory=8, rounds=2)
 ON_CARD = Defaults("llama8b", requests=256, dialogues=64, scale=1.0, memory=32, rounds=1)
 
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     screen = RichConsole(stderr=True, width=None if sys.stderr.isatty() else _TABLE_WIDTH)
 
     def on_result(workload: str, result: Any) -> None:
-        screen.print(f"{workload:>7} · {result.twin.name}: {result.wall_s:.2f} s")
+        screen.print(f"{workload:>7} · {result.twin.name}: {result.time_s:.2f} s")
 
     findings = experiment.run(size, worker, _scheduler_settings(arguments), on_result)
     record = {
@@ -78,7 +78,6 @@ def main(argv: list[str] | None = None) -> int:
         "bench": "ablation",
         "gpu": gpu_name(),
         "torch": package_version("torch"),
-        "threads": os.environ.get("OMP_NUM_THREADS"),
         "model": arguments.model_shape or model_name_of(worker.model),
         **{name: getattr(arguments, name) for name in ("scale", "memory", "rounds")},
         **findings,

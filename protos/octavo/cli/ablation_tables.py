@@ -39,8 +39,9 @@ _RUNS_CAPTION = (
     "computed, useful/s those generated and asked for. Sequences and KV: means while requests wait."
 )
 _CPU_CAPTION = (
-    "On a CPU a step's time grows with its rows, so more sequences at once pay less than on a "
-    "card, where a step's time hardly depends on them: there, steps are what costs."
+    "Times are of one CPU thread, whatever else the machine does. There a step's time grows with "
+    "its rows, so more sequences at once pay less than on a card, where it hardly depends on them: "
+    "what costs then is the number of steps."
 )
 
 
@@ -52,7 +53,7 @@ def runs_table(record: dict[str, Any]) -> Table:
     table.add_column("scheduler")
     for name in ("tokens/s", "useful/s", "sequences", "KV used", "published"):
         table.add_column(name, justify="right")
-    for name in ("TTFT p50 / p99", "steps", "wall"):
+    for name in ("TTFT p50 / p99", "steps", "time"):
         table.add_column(name, justify="right")
     workload = record["runs"][0]["workload"]
     for run in record["runs"]:
@@ -69,7 +70,7 @@ def runs_table(record: dict[str, Any]) -> Table:
             _PUBLISHED_UTILIZATION.get(run["twin"], "") if is_mixed else "",
             f"{run['ttft_ms']['p50'] / 1e3:.2f} / {run['ttft_ms']['p99'] / 1e3:.2f} s",
             f"{run['steps']:,}",
-            f"{run['wall_s']:.2f} s",
+            f"{run['time_s']:.2f} s",
         )
     table.caption = _RUNS_CAPTION
     return table

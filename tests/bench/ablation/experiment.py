@@ -4,6 +4,7 @@ Every twin gets the same model, the same KV memory and the same requests. Must n
 lines, tables. Entry points: `Size`, `run`.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +69,7 @@ def run(
             for twin in twins:
                 result = race(twin, loaded, dialogues, scheduler)
                 on_result(workload, result)
-                best[twin] = min(best.get(twin, result), result, key=lambda run: run.wall_s)
+                best[twin] = min(best.get(twin, result), result, key=lambda run: run.time_s)
         return [best[twin] for twin in twins]
 
     one_turn = run_all("mixed", (CLASSIC, *CONTIGUOUS, PAGED), mixed)
@@ -111,12 +112,13 @@ def _gain(ours: Result, other: Result) -> dict[str, float]:
 
 
 def _rate(result: Result) -> float:
-    return result.num_useful_tokens / result.wall_s
+    return result.num_useful_tokens / result.time_s
 
 
 def _memory(worker: BenchWorker, settings: WorkerSettings) -> dict[str, Any]:
     return {
         "backend": worker.backend,
+        "clock": "cpu" if worker.clock is time.process_time else "wall",
         "block_size": worker.model.block_size,
         "kv_slots": (worker.capacity.num_blocks - 1) * worker.model.block_size,
         "max_model_len": worker.model.max_model_len,
@@ -127,14 +129,14 @@ def _memory(worker: BenchWorker, settings: WorkerSettings) -> dict[str, Any]:
 
 def _summary(workload: str, result: Result) -> dict[str, Any]:
     """One run, as the record keeps it."""
-    wall_s, occupancy = result.wall_s, result.occupancy
+    time_s, occupancy = result.time_s, result.occupancy
     return {
         "workload": workload,
         "twin": result.twin.name,
         "requests": len(result.timings),
-        "wall_s": round(wall_s, 3),
+        "time_s": round(time_s, 3),
         "steps": result.num_steps,
-        "computed_tok_s": round(result.num_computed_tokens / wall_s, 1),
+        "computed_tok_s": round(result.num_computed_tokens / time_s, 1),
         "useful_tok_s": round(_rate(result), 1),
         "useful_tok": result.num_useful_tokens,
         "cached_tok": sum(timing.num_cached_tokens for timing in result.timings),

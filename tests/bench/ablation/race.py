@@ -8,11 +8,12 @@ service. Must not know: what is compared with what. Entry points: `BenchWorker`,
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from prometheus_client import CollectorRegistry
 
 from octavo.blocks import BlockHashRoot, chain
@@ -35,31 +36,37 @@ _SESSION = 1
 
 
 class BenchWorker(NamedTuple):
-    """A loaded worker whose steps this process runs itself."""
+    """A loaded worker whose steps this process runs itself, and the clock to time them by."""
 
     runner: Runner
     max_in_flight: int
     model: ModelSpec
     capacity: Capacity
     backend: str
+    clock: Callable[[], float]
 
 
 def load_worker(settings: WorkerSettings) -> BenchWorker:
     """Raises ConfigurationError for what can't be loaded."""
     loaded = load(settings, WorkerMetrics(CollectorRegistry()), _raise)
     engine = loaded.engine
+    is_cpu = loaded.capacity.backend == "cpu"
+    if is_cpu:
+        torch.set_num_threads(1)
     return BenchWorker(
         engine.runner,
         engine.max_in_flight,
         dispatch.spec_from_proto(wire.spec_to_proto(loaded.spec)),
         dispatch.capacity_from_proto(wire.capacity_to_proto(loaded.capacity)),
         loaded.capacity.backend,
+        # On a CPU all work is this thread's: what else the machine does then doesn't count.
+        time.process_time if is_cpu else time.perf_counter,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One twin's run. Useful tokens are those that were asked for.
+    """One twin's run. Useful tokens are those that were asked for. Times by the worker's clock.
 
     `timings` in the order of submission, `answers` (useful tokens) by handle, which is 1 for the
     first that was submitted.
@@ -68,7 +75,7 @@ class Result:
     twin: Twin
     timings: tuple[RequestTiming, ...]
     answers: dict[int, tuple[int, ...]]
-    wall_s: float
+    time_s: float
     num_steps: int
     num_computed_tokens: int
     num_preemptions: int
@@ -112,6 +119,7 @@ class _Race:
         settings = settings_of(twin, settings)
         self._twin = twin
         self._runner = worker.runner
+        self._clock = worker.clock
         self._max_in_flight = worker.max_in_flight
         self._block_size = worker.model.block_size
         model = worker.model
@@ -119,7 +127,7 @@ class _Race:
             model.name, model.revision, model.block_size, model.kv_scheme
         ).digest()
         self._metrics = SchedulerMetrics(CollectorRegistry())
-        self._cell = TwinCell(twin, model, settings, self._metrics, time.perf_counter)
+        self._cell = TwinCell(twin, model, settings, self._metrics, self._clock)
         self._outbox = Outbox(lambda: None)
         self._cell.open_session(_SESSION, self._outbox)
         state = make_state(twin, model, worker.capacity, settings)
@@ -138,7 +146,7 @@ class _Race:
     def run(self, dialogues: Sequence[Dialogue]) -> Result:
         runner = self._runner
         runner.reset()
-        started_s = time.perf_counter()
+        started_s = self._clock()
         for dialogue in dialogues:
             self._submit(dialogue, 0, [])
         self._cell.pump()
@@ -176,7 +184,7 @@ class _Race:
         self._num_computed += outcome.num_prefill_tokens + outcome.num_decode_tokens
         self._meter.sample(len(self._cell.queue), outcome.step_us)
         self._cell.read(self._member, [dispatch.outcome_from_proto(results[0])])
-        self._take(self._outbox.take(), time.perf_counter())
+        self._take(self._outbox.take(), self._clock())
 
     def _take(self, frame: Frame, now_s: float) -> None:
         """The client's side of a frame; answered turns call for the next ones."""
@@ -216,7 +224,7 @@ class _Race:
     def _submit(self, dialogue: Dialogue, turn: int, history: list[int]) -> None:
         request = dialogue.turns[turn]
         prompt = [*history, *request.token_ids]
-        timing = RequestTiming(len(prompt), time.perf_counter())
+        timing = RequestTiming(len(prompt), self._clock())
         self._timings.append(timing)
         handle = len(self._timings)
         self._live[handle] = _Live(dialogue, turn, prompt, timing)

@@ -233,11 +233,11 @@ def test_occupancy_counts_what_is_still_of_use() -> None:
 def test_every_ratio_above_one_is_a_gain() -> None:
     def result(twin: Any, speed: int) -> Result:
         """`speed` times as good in every measure."""
-        wall_s = 10.0 / speed
+        time_s = 10.0 / speed
         timing = RequestTiming(8, 0.0, num_output_tokens=100)
-        timing.frame(wall_s)
+        timing.frame(time_s)
         occupancy = Occupancy(2.0 * speed, 9, 0.9, 0.8)
-        return Result(twin, (timing,), {}, wall_s, 600 // speed, 1200 // speed, 0, occupancy)
+        return Result(twin, (timing,), {}, time_s, 600 // speed, 1200 // speed, 0, occupancy)
 
     mixed = [result(twin, speed) for speed, twin in enumerate((CLASSIC, *CONTIGUOUS, PAGED), 1)]
     gains = ratios(mixed, [result(PAGED, 2), result(CACHED, 6)])
