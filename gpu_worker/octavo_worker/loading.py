@@ -77,6 +77,7 @@ def load(
     if device.type == "cuda":
         on_compiling()
         warm_up(runner, limits, max_num_batched_tokens)
+        runner.capture()
     engine = Engine(
         runner,
         max_in_flight=_MAX_IN_FLIGHT[device.type],

@@ -3,7 +3,7 @@
 The token that a step draws is written here and read by the next step, so it never waits for
 the host. Must not know: plans' checks (`row_book`), gRPC. Entry point: `RowTensors`.
 
-R rows, M block-table columns, E entries (drawn tokens) of a step, W stop ids a row.
+R rows, M block-table columns, E entries (drawn tokens) of a step, W ending ids a row.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo_worker.plan import I64, RowAdd, RowEvent, Sampling
+from octavo_worker.plan import I64, RowAdd, RowEvent
 from octavo_worker.sampling import SamplingTensors
 
 # Event of a row that was dead on the device before the step.
 NOTHING_DRAWN = -1
 _NO_TOKEN = -1
-_LEAST_STOP_IDS = 4
+_STOP_IDS = 16
 
 
 class RowTensors:
@@ -39,7 +39,10 @@ class RowTensors:
         self.sequence_index = self._zeros((num_rows,), torch.int32)
         self.max_total_tokens = self._zeros((num_rows,))
         self.min_total_tokens = self._zeros((num_rows,))
-        self.stop_token_ids = self._zeros((num_rows, _LEAST_STOP_IDS)).fill_(_NO_TOKEN)
+        # Captured steps know this very tensor: what doesn't fit goes into a second, growing one.
+        self.stop_token_ids = self._zeros((num_rows, _STOP_IDS)).fill_(_NO_TOKEN)
+        self.wide_stop_token_ids = self._zeros((num_rows, 0))
+        self._has_wide_stop_ids = np.zeros(num_rows, np.bool_)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -70,18 +73,26 @@ class RowTensors:
         seeds = np.array([add.sampling.seed for add in adds], np.uint64)
         self.seed[rows] = self.upload(seeds.view(np.int64))
         self.is_live[rows] = False
-        self._set_stop_ids(rows, [add.sampling for add in adds])
+        self._set_stop_ids(rows, adds)
         self._set_tables(rows, adds)
 
-    def _set_stop_ids(self, rows: torch.Tensor, samplings: Sequence[Sampling]) -> None:
-        widest = max(len(sampling.stop_token_ids) for sampling in samplings)
-        while widest > self.stop_token_ids.shape[1]:
-            padding = torch.full_like(self.stop_token_ids, _NO_TOKEN)
-            self.stop_token_ids = torch.cat([self.stop_token_ids, padding], dim=1)
-        ids = np.full((len(samplings), self.stop_token_ids.shape[1]), _NO_TOKEN, np.int64)
-        for index, sampling in enumerate(samplings):
-            ids[index, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        self.stop_token_ids[rows] = self.upload(ids)
+    def _set_stop_ids(self, rows: torch.Tensor, adds: Sequence[RowAdd]) -> None:
+        first = [add.sampling.stop_token_ids[:_STOP_IDS] for add in adds]
+        rest = [add.sampling.stop_token_ids[_STOP_IDS:] for add in adds]
+        self.stop_token_ids[rows] = self.upload(_padded(first, _STOP_IDS))
+        self._has_wide_stop_ids[[add.row for add in adds]] = [bool(ids) for ids in rest]
+        widest = max(map(len, rest))
+        if widest > self.wide_stop_token_ids.shape[1]:
+            num_rows, width = self.wide_stop_token_ids.shape
+            padding = self._zeros((num_rows, widest - width)).fill_(_NO_TOKEN)
+            self.wide_stop_token_ids = torch.cat([self.wide_stop_token_ids, padding], dim=1)
+        width = self.wide_stop_token_ids.shape[1]
+        if width:
+            self.wide_stop_token_ids[rows] = self.upload(_padded(rest, width))
+
+    def has_wide_stop_ids(self, rows: I64) -> bool:
+        """Whether any of `rows` (on the host) has more ending ids than `stop_token_ids` holds."""
+        return bool(self._has_wide_stop_ids[rows].any())
 
     def _set_tables(self, rows: torch.Tensor, adds: Sequence[RowAdd]) -> None:
         width = max(len(add.block_ids) for add in adds)
@@ -118,6 +129,8 @@ class RowTensors:
         tokens: torch.Tensor,
         was_live: torch.Tensor,
         is_finite: torch.Tensor,
+        *,
+        has_wide_stop_ids: bool = True,
     ) -> torch.Tensor:
         """Append `tokens` (int64 [E]), drawn at `positions`, to `rows`; events int64 [E].
 
@@ -127,6 +140,8 @@ class RowTensors:
         """
         total = positions + 1
         is_ending = (self.stop_token_ids[rows] == tokens[:, None]).any(dim=1)
+        if has_wide_stop_ids and self.wide_stop_token_ids.shape[1]:
+            is_ending |= (self.wide_stop_token_ids[rows] == tokens[:, None]).any(dim=1)
         is_stop = is_ending & (total >= self.min_total_tokens[rows])
         events = torch.zeros_like(tokens)
         events = events.masked_fill(total >= self.max_total_tokens[rows], RowEvent.LENGTH)
@@ -137,3 +152,11 @@ class RowTensors:
         self.num_tokens[rows] = total
         self.is_live[rows] = events == RowEvent.ALIVE
         return events
+
+
+def _padded(lists: Sequence[Sequence[int]], width: int) -> I64:
+    """Ids [len(lists), width], the rest filled with an id that no token has."""
+    ids = np.full((len(lists), width), _NO_TOKEN, np.int64)
+    for index, values in enumerate(lists):
+        ids[index, : len(values)] = values
+    return ids

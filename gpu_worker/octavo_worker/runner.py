@@ -18,6 +18,7 @@ import torch
 
 from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.backends.base import Backend
+from octavo_worker.decode_graphs import DecodeGraphs
 from octavo_worker.logit_rules import LogitRules
 from octavo_worker.logprobs import LogprobTensors, gather_logprobs
 from octavo_worker.pending_step import Draw, PendingStep, PromptDraw
@@ -27,7 +28,7 @@ from octavo_worker.row_book import NO_LOGPROBS, RowBook
 from octavo_worker.row_limits import RowLimits
 from octavo_worker.rows import RowTensors
 from octavo_worker.sealed_blocks import SealedBlocks
-from octavo_worker.step_inputs import build_step_inputs
+from octavo_worker.step_inputs import build_step_inputs, decode_step_inputs
 from octavo_worker.step_work import StepWork
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -62,7 +63,9 @@ class Runner:
         self._device = device
         self._limits = limits
         self._book = RowBook(limits)
-        self._rows = RowTensors(limits.num_rows, limits.max_blocks_per_row, device)
+        # One spare row, never held and so always dead, pads the batches of captured steps.
+        self._rows = RowTensors(limits.num_rows + 1, limits.max_blocks_per_row, device)
+        self._graphs: DecodeGraphs | None = None
         self._rules = LogitRules(limits, self._rows)
         self._pending: deque[PendingStep] = deque()
         self._step = 0
@@ -84,6 +87,18 @@ class Runner:
     def can_repeat(self) -> bool:
         """Whether the last plan allows one more step, and any row would decode in it."""
         return self._step < self._decode_until and self._book.can_decode
+
+    def capture(self) -> None:
+        """Capture decode steps in CUDA graphs: from now on they are launched as a whole."""
+        graphs = DecodeGraphs(
+            self._decode_step,
+            self._limits.num_rows,
+            spare_row=self._limits.num_rows,
+            device=self._device,
+        )
+        with torch.inference_mode():
+            graphs.capture()
+        self._graphs = graphs
 
     def reset(self) -> None:
         """A new epoch: no rows, steps and plans count from 1. All steps must have been read."""
@@ -166,6 +181,8 @@ class Runner:
         return self._book.compose(changes.chunks), changes.faults
 
     def _run(self, work: StepWork) -> tuple[Draw | None, tuple[PromptDraw, ...]]:
+        if self._graphs is not None and self._is_captured(work):
+            return Draw(self._graphs.launch(work.decode_rows), [], [], None), ()
         inputs = build_step_inputs(work, self._rows, self._limits.block_size)
         hidden = self._model.forward(inputs, self._kv_caches, self._backend)
         draw = self._draw(work, inputs, hidden) if len(work.entry_rows) else None
@@ -199,6 +216,31 @@ class Runner:
         packed = torch.stack([tokens, events])
         return Draw(self._to_host(packed), wanted.tolist(), counts, logprobs)
 
+    def _is_captured(self, work: StepWork) -> bool:
+        """Whether the step is what `_decode_step` computes: decodes of rows that ask for nothing
+        but tokens. Others run eagerly."""
+        return (
+            not work.chunks
+            and work.rules is None
+            and not self._rows.has_wide_stop_ids(work.decode_rows)
+            and bool((work.logprob_counts == NO_LOGPROBS).all())
+        )
+
+    def _decode_step(self, rows: torch.Tensor) -> torch.Tensor:
+        """The decode step of `rows` (int64 [S]) without the host: tokens and events [2, S]."""
+        inputs = decode_step_inputs(rows, self._rows, self._limits.block_size)
+        hidden = self._model.forward(inputs, self._kv_caches, self._backend)
+        logits = self._model.logits(hidden)
+        is_good = _is_good(logits)
+        positions = inputs.decode_context_lens.long()
+        params = self._rows.sampling_tensors(rows, positions, all_greedy=False, any_filter=True)
+        tokens = self._backend.sample(logits, params)
+        was_live = self._rows.is_live[rows]
+        events = self._rows.advance(
+            rows, positions, tokens, was_live, is_good, has_wide_stop_ids=False
+        )
+        return torch.stack([tokens, events])
+
     def _sample(
         self, work: StepWork, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,11 +248,9 @@ class Runner:
         rules = None
         if work.rules is not None:
             rules = self._rules.of_step(work.rules, work.entry_rows, positions)
-            self._rules.apply(rules, logits, rows)
-        # The maximum of a row with a NaN is NaN, of one with nothing finite -inf; a logit of -inf
-        # among others only says that its token is never drawn. No rule hides a NaN or +inf: what
-        # they mask, they mask by adding -inf.
-        is_good = logits.amax(dim=-1).isfinite()
+            self._rules.apply(rules, logits)
+        # No rule hides a NaN or +inf: what they mask, they mask by adding -inf.
+        is_good = _is_good(logits)
         params = self._rows.sampling_tensors(
             rows, positions, all_greedy=work.all_greedy, any_filter=work.any_filter
         )
@@ -244,3 +284,12 @@ class Runner:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _is_good(logits: torch.Tensor) -> torch.Tensor:
+    """bool [E]: a token can be drawn from the row's logits [E, V].
+
+    The maximum of a row with a NaN is NaN, of one with nothing finite -inf; a logit of -inf among
+    others only says that its token is never drawn.
+    """
+    return logits.amax(dim=-1).isfinite()

@@ -39,6 +39,31 @@ def build_step_inputs(work: StepWork, rows: RowTensors, block_size: int) -> Step
     )
 
 
+def decode_step_inputs(decode_rows: torch.Tensor, rows: RowTensors, block_size: int) -> StepInputs:
+    """Inputs of a step that only decodes `decode_rows` (int64 [S], on the device).
+
+    Nothing here asks the host: a CUDA graph can hold it. The block table has all its columns,
+    since how many are needed is known to the host alone.
+    """
+    ids, positions, slots = _decode_tokens(decode_rows, rows, block_size)
+    context_lens = torch.where(rows.is_live[decode_rows], rows.num_tokens[decode_rows], 0)
+    nothing = torch.zeros(0, dtype=torch.int32, device=rows.device)
+    return StepInputs(
+        input_ids=ids,
+        positions=positions,
+        slot_mapping=slots,
+        num_prefill_tokens=0,
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=rows.device),
+        prefill_context_lens=nothing,
+        prefill_block_table=nothing.view(0, 0),
+        max_seqlen_q=0,
+        max_context_prefill=0,
+        decode_context_lens=context_lens.to(torch.int32),
+        decode_block_table=rows.block_table[decode_rows],
+        max_context_decode=rows.block_table.shape[1] * block_size,
+    )
+
+
 def _prefill_tokens(
     chunks: tuple[Chunk, ...], rows: RowTensors, max_context: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
