@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import octavo
@@ -109,7 +109,7 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
     app.get("/readyz", tags=["probes"])(readyz)
     app.get("/health", tags=["probes"])(readyz)
 
-    @app.get("/metrics", tags=["probes"])
+    @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus text."""
         return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
