@@ -37,10 +37,16 @@ def reference_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-@torch.inference_mode()
 def check_greedy(folder: Path, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> GreedyCheck:
+    """Answers repeat from one configuration to the next: each is checked once a session."""
     assert prompt_ids
     assert answer_ids
+    return _check(folder, tuple(prompt_ids), tuple(answer_ids))
+
+
+@lru_cache(maxsize=10_000)
+@torch.inference_mode()
+def _check(folder: Path, prompt_ids: tuple[int, ...], answer_ids: tuple[int, ...]) -> GreedyCheck:
     ids = torch.tensor([[*prompt_ids, *answer_ids]])
     logits = reference_model(folder)(ids[:, :-1]).logits[0, len(prompt_ids) - 1 :]
     best = logits.max(dim=-1).values

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
-
 from tests.e2e.generation import Answer
 from tests.oracle import check_greedy
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from tests.tiny_models import TINY_EOS_TOKEN_IDS
 from tokenizers import Tokenizer
 
 from tests.e2e.generation import request, run_all
 from tests.e2e.greedy import assert_greedy
 from tests.e2e.prompts import lengths, prompt_ids
 from tests.e2e.stack import Stack, total
+from tests.tiny_models import TINY_EOS_TOKEN_IDS
 
 MAX_TOKENS = 24
 NUM_PROMPTS = 60
