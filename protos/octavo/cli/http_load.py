@@ -1,14 +1,14 @@
 """Sends a workload's requests to `/v1/completions` at once and times the streamed answers.
 
 Speaks HTTP/1.1 by itself: a general client takes longer to read a frame than the router to
-write it. Entry point: `run_http`.
+write it. Entry points: `run_http`; `open_stream` for other loads.
 """
 
 import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from octavo.cli.measurement import RequestTiming, Run
@@ -19,6 +19,7 @@ OnTokens = Callable[[int], None]
 _READ_BYTES = 1 << 16
 # More than the stream's last two events take.
 _TAIL_BYTES = 1 << 12
+_MAX_ERROR_BYTES = 500
 _FRAME, _DONE = b"data: {", b"data: [DONE]"
 
 
@@ -49,20 +50,55 @@ async def run_http(
     return Run(tuple(timings))
 
 
+class HttpStatusError(OctavoError):
+    """The server answered with another status than 200."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Streaming(NamedTuple):
+    """An answer whose head was read (in lower case), the body still to come."""
+
+    sent_s: float
+    head: bytes
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+async def open_stream(url: str, body: str, api_key: str | None) -> Streaming:
+    """POST the JSON `body` to `url` on a connection of its own; the caller closes the writer.
+
+    Raises OSError, EOFError (no whole answer), HttpStatusError.
+    """
+    parts = urlsplit(url)
+    is_https = parts.scheme == "https"
+    port = parts.port or (443 if is_https else 80)
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_https or None)
+    try:
+        writer.write(_head(parts.path, parts.netloc, body, api_key) + body.encode())
+        sent_s = time.perf_counter()
+        await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = head.partition(b"\r\n")[0].decode(errors="replace")
+        if not status.startswith("HTTP/1.1 200"):
+            answer = (await reader.read())[:_MAX_ERROR_BYTES].decode(errors="replace")
+            words = status.split()
+            code = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+            raise HttpStatusError(f"{url} answered {status}: {answer}", code)
+    except BaseException:
+        writer.close()
+        raise
+    return Streaming(sent_s, head.lower(), reader, writer)
+
+
 async def _complete(
     url: str, body: str, timing: RequestTiming, on_tokens: OnTokens, api_key: str | None
 ) -> None:
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+    sent_s, _, reader, writer = await open_stream(f"{url}/v1/completions", body, api_key)
+    timing.submitted_s = sent_s
     try:
-        writer.write(_head(parts.netloc, body, api_key) + body.encode())
-        timing.submitted_s = time.perf_counter()
-        await writer.drain()
-        head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            answer = await reader.read()
-            status = head.partition(b"\r\n")[0].decode()
-            raise OctavoError(f"{url} answered {status}: {answer[:500].decode(errors='replace')}")
         await _read_frames(reader, timing, on_tokens)
     finally:
         writer.close()
@@ -107,10 +143,10 @@ def _usage(tail: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _head(host: str, body: str, api_key: str | None) -> bytes:
+def _head(path: str, host: str, body: str, api_key: str | None) -> bytes:
     key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{key}"
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{key}"
         f"Content-Type: application/json\r\nContent-Length: {len(body.encode())}\r\n"
         "Connection: close\r\n\r\n"
     ).encode()
