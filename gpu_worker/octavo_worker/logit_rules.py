@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from octavo_worker.bad_phrases import BadPhrases
-from octavo_worker.logit_bias import LogitBias
+from octavo_worker.logit_bias import LogitBias, bias_of, ending_mask_of
 from octavo_worker.penalties import Penalties
 from octavo_worker.plan import I64, RowAdd
 from octavo_worker.row_limits import RowLimits
@@ -42,8 +42,7 @@ class RuledStep:
     penalties: _Part | None
     bias: _Part | None
     phrases: _Part | None
-    # Entries (int64 [E']) that must not draw an ending id yet.
-    unfinished: torch.Tensor | None
+    unfinished: _Part | None
 
 
 class LogitRules:
@@ -56,7 +55,9 @@ class LogitRules:
         self._penalties = Penalties(num_rows, limits.vocab_size, device)
         self._bias = LogitBias(num_rows, limits.vocab_size, device)
         self._phrases = BadPhrases(num_rows, limits.max_model_len, device)
-        self._pools = (self._penalties.pool, self._bias.pool, self._phrases.pool)
+        self._endings = LogitBias(num_rows, limits.vocab_size, device)
+        tables = (self._penalties, self._bias, self._phrases, self._endings)
+        self._pools = tuple(table.pool for table in tables)
 
     @property
     def num_slots_used(self) -> int:
@@ -71,9 +72,11 @@ class LogitRules:
             if add.sampling.has_penalty:
                 self._penalties.add(add)
             if add.sampling.has_bias:
-                self._bias.add(add)
+                self._bias.add(add.row, bias_of(add.sampling, self._vocab_size))
             if add.sampling.bad_phrases:
                 self._phrases.add(add)
+            if add.may_end_too_early:
+                self._endings.add(add.row, ending_mask_of(add.sampling, self._vocab_size))
 
     def remove(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -90,7 +93,7 @@ class LogitRules:
             penalties=self._part(self._penalties.pool, entries.penalties, rows, positions),
             bias=self._part(self._bias.pool, entries.bias, rows, positions),
             phrases=self._part(self._phrases.pool, entries.phrases, rows, positions),
-            unfinished=self._rows.upload(entries.unfinished) if len(entries.unfinished) else None,
+            unfinished=self._part(self._endings.pool, entries.unfinished, rows, positions),
         )
 
     def _part(
@@ -101,20 +104,16 @@ class LogitRules:
         index, slots = self._rows.upload(np.stack([entries, pool.slots_of(rows[entries])]))
         return _Part(index, slots, positions[index])
 
-    def apply(self, step: RuledStep, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """Change `logits` fp32 [E, V] of the entries' `rows` (int64 [E]) in place."""
+    def apply(self, step: RuledStep, logits: torch.Tensor) -> None:
+        """Change the entries' `logits` fp32 [E, V] in place."""
         if (part := step.penalties) is not None:
             self._penalties.apply(logits, part.entries, part.slots)
         if (part := step.bias) is not None:
             self._bias.apply(logits, part.entries, part.slots)
         if (part := step.phrases) is not None:
             self._phrases.apply(logits, part.entries, part.slots, part.positions)
-        if (entries := step.unfinished) is not None:
-            ids = self._rows.stop_token_ids[rows[entries]]
-            is_id = (ids >= 0) & (ids < self._vocab_size)
-            mask = torch.zeros(ids.shape, device=logits.device).masked_fill_(is_id, -torch.inf)
-            index = (entries[:, None], ids.masked_fill(~is_id, 0))
-            logits.index_put_(index, mask, accumulate=True)
+        if (part := step.unfinished) is not None:
+            self._endings.apply(logits, part.entries, part.slots)
 
     def note(self, step: RuledStep, tokens: torch.Tensor) -> None:
         """The step's entries drew `tokens` (int64 [E])."""

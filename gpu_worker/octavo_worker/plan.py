@@ -87,6 +87,12 @@ class RowAdd:
     history_token_ids: I64 = field(default_factory=_no_ids)
     num_prompt_tokens: int = 0
 
+    @property
+    def may_end_too_early(self) -> bool:
+        """Whether an ending id is barred at some draw."""
+        is_early = self.min_total_tokens > self.num_prompt_tokens + 1
+        return is_early and bool(self.sampling.stop_token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -17,7 +17,7 @@ from enum import IntEnum, IntFlag
 import numpy as np
 import numpy.typing as npt
 
-from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowEvent, RowFault, Sampling
+from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowEvent, RowFault
 from octavo_worker.prompt_piece import PromptPiece, piece_of
 from octavo_worker.row_limits import RowLimits, problem_of
 from octavo_worker.step_work import RuleEntries, StepWork
@@ -40,6 +40,7 @@ class Rule(IntFlag):
     PENALTIES = 1
     BIAS = 2
     PHRASES = 4
+    ENDINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class RowBook:
         wanted = add.sampling.logprobs
         self._logprob_counts[add.row] = NO_LOGPROBS if wanted is None else wanted
         self._min_total[add.row] = add.min_total_tokens
-        self._rules[add.row] = _rules_of(add.sampling)
+        self._rules[add.row] = _rules_of(add)
         self._reporting.pop(add.row, None)
         if add.sampling.prompt_logprobs is not None:
             self._reporting[add.row] = add
@@ -234,8 +235,10 @@ class RowBook:
 
     def _rule_entries(self, entry_rows: I64, totals: I64) -> RuleEntries | None:
         rules = self._rules[entry_rows]
-        is_unfinished = totals < self._min_total[entry_rows]
-        if not (rules.any() or is_unfinished.any()):
+        if not rules.any():
+            return None
+        is_unfinished = (rules & Rule.ENDINGS > 0) & (totals < self._min_total[entry_rows])
+        if not (is_unfinished.any() or (rules & ~np.uint8(Rule.ENDINGS)).any()):
             return None
         return RuleEntries(
             penalties=np.flatnonzero(rules & Rule.PENALTIES),
@@ -277,7 +280,9 @@ class RowBook:
         self._state[rows[is_dead]] = RowState.DEAD
 
 
-def _rules_of(sampling: Sampling) -> Rule:
+def _rules_of(add: RowAdd) -> Rule:
+    sampling = add.sampling
     rules = Rule.PENALTIES if sampling.has_penalty else Rule(0)
     rules |= Rule.BIAS if sampling.has_bias else Rule(0)
-    return rules | (Rule.PHRASES if sampling.bad_phrases else Rule(0))
+    rules |= Rule.PHRASES if sampling.bad_phrases else Rule(0)
+    return rules | (Rule.ENDINGS if add.may_end_too_early else Rule(0))

@@ -12,8 +12,8 @@ from octavo.errors import InvalidRequestError
 from octavo.v1 import common_pb2
 
 # Bounds of the tables that a worker keeps for a row.
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 256
 _MAX_ALTERNATIVES = 20
 
 

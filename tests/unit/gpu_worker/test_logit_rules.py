@@ -119,6 +119,7 @@ CASES = {
     "a bad phrase over the border": Rules(bad_words=((*PROMPT[-3:], *ANSWER[:3]),)),
     "min_tokens": Rules(min_tokens=6, ending_ids=(ANSWER[1], ANSWER[4])),
     "min_tokens of none": Rules(min_tokens=0, ending_ids=(ANSWER[1],)),
+    "many ending ids": Rules(min_tokens=9, ending_ids=tuple(range(1, VOCAB_SIZE, 2))),
     "all": Rules(
         repetition=1.2,
         presence=0.5,
@@ -329,15 +330,26 @@ def test_only_rows_with_rules_take_room_and_give_it_back() -> None:
     assert all(pool.num_slots == 0 for pool in rules._pools)
     adds = [row_add(row, CASES["all"], PROMPT) for row in range(1, 6)]
     run_plan(runner, Plan(2, added_rows=tuple(adds), chunks=tuple(map(chunk_of, adds))))
-    assert rules.num_slots_used == 15
+    assert rules.num_slots_used == 20
     run_plan(runner, Plan(3, removed_rows=(1, 2, 3)))
-    assert rules.num_slots_used == 6
+    assert rules.num_slots_used == 8
     # A row that failed is replaced without having been removed.
     again = [row_add(4, Rules(presence=1.0), PROMPT, generation=2)]
     run_plan(runner, Plan(4, added_rows=tuple(again)))
-    assert rules.num_slots_used == 4
+    assert rules.num_slots_used == 5
     runner.reset()
     assert rules.num_slots_used == 0
+
+
+def test_a_row_past_its_min_tokens_is_an_ordinary_one() -> None:
+    rules = Rules(min_tokens=3, ending_ids=(VOCAB_SIZE - 1,))
+    add = row_add(0, rules, PROMPT)
+    runner = make_runner()
+    runner.submit(Plan(1, 9, added_rows=(add,), chunks=(chunk_of(add),)))
+    for _ in range(8):
+        runner.submit(None)
+    works = [step.work for step in runner._pending]  # type: ignore[attr-defined]
+    assert [work.rules is not None for work in works] == [True] * 3 + [False] * 6
 
 
 BAD_RULES = {
