@@ -114,6 +114,7 @@ def test_greedy_over_grpc_equals_transformers(tiny_folder: Path, tmp_path: Path)
         assert worker.log().count("ready: worker on 127.0.0.1:") == 1
     assert f"octavo_worker_steps_total {NUM_TOKENS + 1}.0" in metrics
     assert f'octavo_worker_tokens_total{{kind="prefill"}} {sum(map(len, prompts))}.0' in metrics
+    assert "octavo_redis_lag_seconds 0.0" in metrics
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == NUM_TOKENS
         assert check_greedy(tiny_folder, prompt, answer).is_right
