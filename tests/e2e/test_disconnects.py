@@ -5,7 +5,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc.aio
+import grpc
 import httpx
 import pytest
 

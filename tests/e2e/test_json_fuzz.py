@@ -72,6 +72,8 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
             data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
         case 2:
             data = bytearray(draw(st.binary(max_size=60)))
+        case _:
+            pass
     return draw(st.sampled_from(PATHS)), bytes(data)
 
 
