@@ -3,7 +3,7 @@
     dialogues -> TwinCell -> plans -> Runner (the worker's own) -> outcomes -> TwinCell
 
 Plans and outcomes pass through the real messages, so that both sides see what they see in
-service. Must not know: what is compared with what. Entry points: `BenchWorker`, `race`.
+service. Must not know: what is compared with what. Entry points: `load_worker`, `race`.
 """
 
 import time
@@ -33,6 +33,7 @@ from tests.bench.ablation.occupancy import Occupancy, OccupancyMeter
 from tests.bench.ablation.twins import Twin, TwinCell, make_state, settings_of
 
 _SESSION = 1
+_GREEDY = common_pb2.SamplingParams(temperature=0.0, top_p=1.0).SerializeToString()
 
 
 class BenchWorker(NamedTuple):
@@ -244,9 +245,6 @@ class _Race:
                 ending_ids=frozenset(),
             ),
         )
-
-
-_GREEDY = common_pb2.SamplingParams(temperature=0.0, top_p=1.0).SerializeToString()
 
 
 def _raise(reason: str) -> None:
