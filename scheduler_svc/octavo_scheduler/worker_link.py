@@ -109,7 +109,7 @@ class WorkerLink:
                 return
             if self.member is not None:
                 self.member = None
-                backoff_s = _MIN_BACKOFF_S
+                backoff_s, last_problem = _MIN_BACKOFF_S, ""
             if problem != last_problem:
                 # Services start in any order: a worker that isn't there yet is no trouble.
                 is_early = not self.worker_id and not last_problem
