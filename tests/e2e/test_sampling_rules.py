@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from octavo.v1 import common_pb2
 from tests.e2e.scheduler_session import Order, run_orders, u32s
-from tests.e2e.stack import Stack, total
+from tests.e2e.stack import Stack
 from tests.logit_rules import Rules, transformers_logits
 from tests.oracle import NEAR_TIE, reference_model
 from tests.tiny_models import TINY_VOCAB_SIZE
@@ -26,22 +26,46 @@ PROMPTS = [
 ]
 
 
+class Cell(NamedTuple):
+    """`is_tight`: too few blocks for all requests at once."""
+
+    is_tight: bool
+    address: str
+
+
 @contextmanager
-def cell(folder: Path, model: Path, *worker_flags: str) -> Generator[Stack]:
-    """A scheduler and a worker; prompts come in chunks of at most 64 tokens."""
-    folder.mkdir(exist_ok=True)
+def open_cell(folder: Path, model: Path, *, is_tight: bool) -> Generator[Cell]:
+    """A scheduler and a worker; prompts come in small chunks."""
+    flags = ("--num-kv-blocks", "24") if is_tight else ()
     stack = Stack(
         folder,
         model=model,
-        worker_flags=("--max-num-batched-tokens", "64", *worker_flags),
+        worker_flags=("--max-num-batched-tokens", "64", *flags),
         scheduler_flags=("--check-integrity", "true"),
     )
     try:
         stack.start_worker().wait_ready()
         stack.start_scheduler().wait_ready()
-        yield stack
+        yield Cell(is_tight, stack.schedulers[0].address)
     finally:
         stack.close()
+
+
+@pytest.fixture(scope="module")
+def roomy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Cell]:
+    with open_cell(tmp_path_factory.mktemp("roomy"), tiny_folder, is_tight=False) as cell:
+        yield cell
+
+
+@pytest.fixture(scope="module")
+def tight(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Cell]:
+    with open_cell(tmp_path_factory.mktemp("tight"), tiny_folder, is_tight=True) as cell:
+        yield cell
+
+
+@pytest.fixture(params=["roomy", "tight"])
+def cell(request: pytest.FixtureRequest) -> Cell:
+    return request.getfixturevalue(request.param)
 
 
 def sampling_of(rules: Rules = NO_RULES, **fields: Any) -> common_pb2.SamplingParams:
@@ -62,6 +86,10 @@ def sampling_of(rules: Rules = NO_RULES, **fields: Any) -> common_pb2.SamplingPa
     )
     params.MergeFrom(common_pb2.SamplingParams(**fields))
     return params
+
+
+def num_preemptions(orders: list[Order]) -> int:
+    return sum(finished.num_preemptions for o in orders for finished in o.finished.values())
 
 
 @torch.inference_mode()
@@ -107,40 +135,31 @@ RULES = [
 
 
 def test_greedy_by_rules_equals_transformers_cold_warm_and_preempted(
-    tiny_folder: Path, tmp_path: Path
+    cell: Cell, tiny_folder: Path
 ) -> None:
     cases = [(prompt, rules) for prompt in PROMPTS for rules in RULES]
-    for name, flags in (("roomy", ()), ("tight", ("--num-kv-blocks", "24"))):
-        with cell(tmp_path / name, tiny_folder, *flags) as stack:
-            for _ in ("cold", "warm"):
-                orders = [Order(prompt, sampling_of(rules)) for prompt, rules in cases]
-                run_orders(stack.schedulers[0].address, orders)
-                near_ties = [
-                    assert_greedy_by_rules(tiny_folder, order, rules)
-                    for order, (_, rules) in zip(orders, cases, strict=True)
-                ]
-                assert sum(near_ties) <= 1
-            num_preemptions = total(stack.scheduler_metrics(), "octavo_preemptions_total")
-            assert (num_preemptions > 0) == (name == "tight")
+    for _ in ("cold", "warm"):
+        orders = [Order(prompt, sampling_of(rules)) for prompt, rules in cases]
+        run_orders(cell.address, orders)
+        near_ties = [
+            assert_greedy_by_rules(tiny_folder, order, rules)
+            for order, (_, rules) in zip(orders, cases, strict=True)
+        ]
+        assert sum(near_ties) <= 1
+        assert (num_preemptions(orders) > 0) == cell.is_tight
 
 
-def test_seeded_penalized_siblings_are_the_same_after_preemption(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
-    texts = []
-    for name, flags in (("roomy", ()), ("tight", ("--num-kv-blocks", "24"))):
-        with cell(tmp_path / name, tiny_folder, *flags) as stack:
-            rules = Rules(repetition=1.3, presence=0.5, bad_words=((5, 6), (7,)))
-            orders = [
-                Order(prompt, sampling_of(rules, temperature=0.9, seed=i + 1), num_sequences=2)
-                for i, prompt in enumerate(PROMPTS)
-            ]
-            run_orders(stack.schedulers[0].address, orders)
-            num_preemptions = sum(
-                finished.num_preemptions for o in orders for finished in o.finished.values()
-            )
-            assert (num_preemptions > 0) == (name == "tight")
-            texts.append([order.tokens for order in orders])
+def test_seeded_penalized_siblings_are_the_same_after_preemption(roomy: Cell, tight: Cell) -> None:
+    rules = Rules(repetition=1.3, presence=0.5, bad_words=((5, 6), (7,)))
+    texts: list[list[dict[int, list[int]]]] = []
+    for cell in (roomy, tight):
+        orders = [
+            Order(prompt, sampling_of(rules, temperature=0.9, seed=i + 1), num_sequences=2)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        run_orders(cell.address, orders)
+        assert (num_preemptions(orders) > 0) == cell.is_tight
+        texts.append([order.tokens for order in orders])
     assert texts[0] == texts[1]
     assert all(len(ids) == MAX_TOKENS for tokens in texts[0] for ids in tokens.values())
     assert all(tokens[0] != tokens[1] for tokens in texts[0])
@@ -161,44 +180,40 @@ def assert_prompt_logprobs(folder: Path, order: Order, wanted: int) -> None:
 
 
 def test_prompt_logprobs_cold_twice_and_among_ordinary_requests(
-    tiny_folder: Path, tmp_path: Path
+    cell: Cell, tiny_folder: Path
 ) -> None:
+    random = Random(9)
     lengths = (1, 2, 15, 16, 17, 31, 32, 33, 80, 150)
-    prompts = [[RANDOM.randrange(3, TINY_VOCAB_SIZE) for _ in range(n)] for n in lengths]
-    for name, flags in (("roomy", ()), ("tight", ("--num-kv-blocks", "24"))):
-        with cell(tmp_path / name, tiny_folder, *flags) as stack:
-            for is_warm in (False, True):
-                asking = [
-                    Order(p, sampling_of(prompt_logprobs=2, logprobs=0, max_tokens=1 + 9 * (i % 2)))
-                    for i, p in enumerate(prompts)
-                ]
-                siblings = Order(prompts[-2], sampling_of(prompt_logprobs=0), num_sequences=2)
-                plain = [Order(p, sampling_of()) for p in prompts]
-                mixed = [order for pair in zip(asking, plain, strict=True) for order in pair]
-                run_orders(stack.schedulers[0].address, [*mixed, siblings])
-                for order in asking:
-                    assert_prompt_logprobs(tiny_folder, order, 2)
-                    assert order.num_cached_tokens == 0
-                    assert len(order.logprobs) == len(order.answer) > 0
-                assert_prompt_logprobs(tiny_folder, siblings, 0)
-                assert siblings.tokens[0] == siblings.tokens[1]
-                for order in plain:
-                    assert order.prompt_logprobs == []
-                    assert_greedy_by_rules(tiny_folder, order, Rules())
-                if is_warm and name == "roomy":
-                    cached = [order.num_cached_tokens for order in plain]
-                    assert cached == [(n - 1) // 16 * 16 for n in lengths]
+    prompts = [[random.randrange(3, TINY_VOCAB_SIZE) for _ in range(n)] for n in lengths]
+    for is_warm in (False, True):
+        asking = [
+            Order(p, sampling_of(prompt_logprobs=2, logprobs=0, max_tokens=1 + 9 * (i % 2)))
+            for i, p in enumerate(prompts)
+        ]
+        siblings = Order(prompts[-2], sampling_of(prompt_logprobs=0), num_sequences=2)
+        plain = [Order(p, sampling_of()) for p in prompts]
+        mixed = [order for pair in zip(asking, plain, strict=True) for order in pair]
+        run_orders(cell.address, [*mixed, siblings])
+        for order in asking:
+            assert_prompt_logprobs(tiny_folder, order, 2)
+            assert order.num_cached_tokens == 0
+            assert len(order.logprobs) == len(order.answer) > 0
+        assert_prompt_logprobs(tiny_folder, siblings, 0)
+        assert siblings.tokens[0] == siblings.tokens[1]
+        for order in plain:
+            assert order.prompt_logprobs == []
+            assert_greedy_by_rules(tiny_folder, order, NO_RULES)
+        if is_warm and not cell.is_tight:
+            cached = [order.num_cached_tokens for order in plain]
+            assert cached == [(n - 1) // 16 * 16 for n in lengths]
 
 
-def test_a_request_whose_rules_bar_every_token_fails_alone(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
-    with cell(tmp_path, tiny_folder) as stack:
-        barred = Order(PROMPTS[1], sampling_of(Rules(allowed=(7,), bad_words=((7,),))))
-        refused = Order(PROMPTS[1], sampling_of(Rules(allowed=(TINY_VOCAB_SIZE,))))
-        good = Order(PROMPTS[1], sampling_of(ALL))
-        run_orders(stack.schedulers[0].address, [barred, refused, good])
-        assert barred.finished[0].reason == common_pb2.FINISH_REASON_ERROR
-        assert "allowed_token_ids" in barred.finished[0].error.message
-        assert "allowed_token_ids" in refused.rejected
-        assert_greedy_by_rules(tiny_folder, good, ALL)
+def test_a_request_whose_rules_bar_every_token_fails_alone(cell: Cell, tiny_folder: Path) -> None:
+    barred = Order(PROMPTS[1], sampling_of(Rules(allowed=(7,), bad_words=((7,),))))
+    refused = Order(PROMPTS[1], sampling_of(Rules(allowed=(TINY_VOCAB_SIZE,))))
+    good = Order(PROMPTS[1], sampling_of(ALL))
+    run_orders(cell.address, [barred, refused, good])
+    assert barred.finished[0].reason == common_pb2.FINISH_REASON_ERROR
+    assert "allowed_token_ids" in barred.finished[0].error.message
+    assert "allowed_token_ids" in refused.rejected
+    assert_greedy_by_rules(tiny_folder, good, ALL)

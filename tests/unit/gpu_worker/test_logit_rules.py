@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from octavo_worker.backends import choose_backend
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.models import load_model
 from octavo_worker.plan import Chunk, Plan, RowAdd, RowEvent, Sampling, StepOutcome
@@ -162,28 +163,42 @@ def test_every_case_at_once_and_none_disturbs_another() -> None:
             assert tokens_of(outcomes, row) == expected, rules
 
 
-def test_a_checkpoint_of_transformers(tiny_folder: Path) -> None:
-    """The real decoder in float32 against the real model and its processors."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_checkpoint_of_transformers(device: str, tiny_folder: Path) -> None:
+    """The real decoder in float32 against the real model and its processors.
+
+    On a card, steps without rules are captured ones: rows that end leave them behind.
+    """
     reference = reference_model(tiny_folder)
 
     @torch.inference_mode()
     def logits_of(token_ids: list[int]) -> torch.Tensor:
         return reference(torch.tensor([token_ids])).logits[0, -1].clone()
 
-    cpu = torch.device("cpu")
-    model = load_model(tiny_folder, dtype="float32", device=cpu, load_format="auto")
+    backend, place = choose_backend(device)
+    model = load_model(tiny_folder, dtype="float32", device=place, load_format="auto")
     config = model.config
-    limits = RowLimits(4, 64, BLOCK_SIZE, 256, config.vocab_size)
-    shape = (64, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
-    runner = Runner(model, CpuBackend(), caches, limits, cpu)
-    cases = [CASES[name] for name in ("none", "repetition", "bad phrases", "all")]
+    limits = RowLimits(8, 80, BLOCK_SIZE, 256, config.vocab_size)
+    shape = (80, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    caches = [
+        (torch.zeros(shape, device=place), torch.zeros(shape, device=place))
+        for _ in range(config.num_layers)
+    ]
+    runner = Runner(model, backend, caches, limits, place)
+    if device == "cuda":
+        runner.capture()
+    names = ("none", "repetition", "bias", "bad phrases", "min_tokens", "many ending ids", "all")
+    cases = [CASES[name] for name in names]
     adds = [row_add(row, rules, PROMPT) for row, rules in enumerate(cases)]
+    plain = row_add(len(cases), Rules(), PROMPT, num_tokens=2 * NUM_TOKENS)
+    adds.append(plain)
     plan = Plan(1, 99, added_rows=tuple(adds), chunks=tuple(map(chunk_of, adds)))
     outcomes = run_plan(runner, plan)
     for row, rules in enumerate(cases):
         expected = greedy(logits_of, PROMPT, NUM_TOKENS, rules, transformers_logits)
         assert tokens_of(outcomes, row) == expected, rules
+    expected = greedy(logits_of, PROMPT, 2 * NUM_TOKENS, Rules(), plain_logits)
+    assert tokens_of(outcomes, len(cases)) == expected
 
 
 TOKEN = st.integers(0, VOCAB_SIZE - 1)
