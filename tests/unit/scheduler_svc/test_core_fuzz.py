@@ -1,8 +1,9 @@
 """Everything at once at random: every text stays right, and nothing leaks.
 
 Small pools, few rows, late results, leases, shared prefixes, siblings, priorities, cancels,
-deadlines, workers that die and come back with their cache: whatever happens, a sequence's
-tokens are a prefix of the undisturbed text, whole unless somebody cut it, and each ends once.
+deadlines, prompt reports, workers that die and come back with their cache: whatever happens, a
+sequence's tokens are a prefix of the undisturbed text, whole unless somebody cut it, each ends
+once, and a prompt is reported once, whole before its first token.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class Expected:
 
     texts: list[list[int]]
     delivered: int
+    # (position, log-probability) of its prompt, if it asks for them.
+    report: list[tuple[int, float]]
 
 
 class Fuzz:
@@ -86,6 +89,7 @@ class Fuzz:
             for index, text in enumerate(texts)
             if delivered
         ]
+        wants_report = rng.random() < 0.2
         handle = self.sim.submit(
             prompt,
             max_tokens,
@@ -95,8 +99,12 @@ class Fuzz:
             priority=int(rng.integers(-1, 2)),
             deadline_ms=int(rng.integers(5, 400)) if rng.random() < 0.1 else None,
             resumes=resumes,
+            prompt_logprobs=wants_report,
+            presence_penalty=float(rng.choice([0.0, 0.5])),
         )
-        self.expected[handle] = Expected(texts, delivered)
+        values = np.array([-token / 1e6 for token in prompt[1:]], np.float32).tolist()
+        report = list(enumerate(values, 1)) if wants_report and not delivered else []
+        self.expected[handle] = Expected(texts, delivered, report)
 
     def disturb(self) -> None:
         rng, sim = self.rng, self.sim
@@ -115,6 +123,10 @@ class Fuzz:
         for handle, expected in self.expected.items():
             if handle in self.sim.rejected:
                 continue
+            report = self.sim.prompts.get(handle, [])
+            assert report == expected.report[: len(report)]
+            if self.sim.answer(handle, 0).token_ids:
+                assert report == expected.report
             for index, text in enumerate(expected.texts):
                 answer = self.sim.answer(handle, index)
                 assert answer.finished is not None
