@@ -12,7 +12,7 @@ from octavo_scheduler.worker_state import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Means over time under load (requests wait), or over the whole run if none ever waits.
+    """Means over the steps under load (requests wait), or over all if none ever waits.
 
     `kv_utilization`: slots that hold tokens of unfinished answers, over slots of all blocks that
     rows hold. `kv_fill`: the same over all slots that there are.
@@ -30,8 +30,9 @@ class OccupancyMeter:
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._answered: set[int] = set()  # handles whose rows run on though nobody needs it
-        # Columns: weight, whether requests wait, sequences, utilization, fill.
-        self._samples: list[tuple[float, bool, int, float, float]] = []
+        # Columns: whether requests wait, sequences, utilization, fill. Steps count alike: by
+        # their times, the machine's noise would decide.
+        self._samples: list[tuple[bool, int, float, float]] = []
 
     def note_answered(self, handle: int) -> None:
         """All that the client asked for was drawn; the row may run on."""
@@ -41,8 +42,8 @@ class OccupancyMeter:
         """The row ended."""
         self._answered.discard(handle)
 
-    def sample(self, num_waiting: int, step_us: int) -> None:
-        """Note the state during a step that took `step_us`, its weight in the means."""
+    def sample(self, num_waiting: int) -> None:
+        """Note the state during a step."""
         state, block_size = self._state, self._state.block_size
         num_sequences = state.rows.num_held
         useless = 0
@@ -56,16 +57,14 @@ class OccupancyMeter:
             return
         filled = max(0.0, state.utilization() * slots - useless)
         fill = filled / (state.pool.num_usable * block_size)
-        self._samples.append((step_us, num_waiting > 0, num_sequences, filled / slots, fill))
+        self._samples.append((num_waiting > 0, num_sequences, filled / slots, fill))
 
     def occupancy(self) -> Occupancy:
         """What was seen so far."""
         table = np.array(self._samples, np.float64)
-        under_load = table[table[:, 1] > 0]
+        under_load = table[table[:, 0] > 0]
         means = under_load if len(under_load) else table
-        sequences, utilization, fill = np.average(
-            means[:, 2:], axis=0, weights=np.maximum(means[:, 0], 1)
-        ).tolist()
+        sequences, utilization, fill = means[:, 1:].mean(axis=0).tolist()
         return Occupancy(
-            round(sequences, 2), int(table[:, 2].max()), round(utilization, 4), round(fill, 4)
+            round(sequences, 2), int(table[:, 1].max()), round(utilization, 4), round(fill, 4)
         )

@@ -183,7 +183,7 @@ class _Race:
         results = wire.results_to_proto([outcome]).results.results
         self._num_steps += 1
         self._num_computed += outcome.num_prefill_tokens + outcome.num_decode_tokens
-        self._meter.sample(len(self._cell.queue), outcome.step_us)
+        self._meter.sample(len(self._cell.queue))
         self._cell.read(self._member, [dispatch.outcome_from_proto(results[0])])
         self._take(self._outbox.take(), self._clock())
 

@@ -217,16 +217,16 @@ def test_occupancy_counts_what_is_still_of_use() -> None:
     for sequence in (first, second):
         state.admit(sequence, [])
         state.add_chunk(sequence, len(sequence.token_ids))
-    meter.sample(0, 10)
+    meter.sample(0)
     # 60 and 32 computed tokens of twice 128 slots (and of 512 in all), but for the last known.
     assert meter.occupancy() == Occupancy(2.0, 2, round(90 / 256, 4), round(90 / 512, 4))
     meter.note_answered(1)
-    meter.sample(1, 1000)  # requests wait: from now on only this counts
+    meter.sample(1)  # requests wait: from now on only this counts
     seen = meter.occupancy()
     assert (seen.mean_sequences, seen.max_sequences) == (1.0, 2)
     assert seen.kv_utilization == pytest.approx(31 / 256, abs=0.01)
     meter.forget(1)
-    meter.sample(1, 1000)
+    meter.sample(1)
     assert meter.occupancy().mean_sequences == 1.5
 
 
