@@ -35,11 +35,11 @@ from octavo_router.openai_schema import (
     describe,
     request_body,
 )
+from octavo_router.prompts import MAX_TEXT_CHARS
 from octavo_router.requests import Prompt, TextPrompt, parse_chat_prompt
 from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
 from octavo_router.unsupported import refuse_unsupported
 
-MAX_TEXT_CHARS = 1 << 24
 MAX_DETOKENIZE_IDS = 1 << 20
 
 

@@ -112,8 +112,9 @@ async def answer_completion(service: Service, request: Request) -> Response:
 async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
     with RequestRecord(service.metrics, kind.endpoint) as record:
         service.check_open()
-        body = await read_object(request, service.settings.max_body_bytes)
-        call = _parse(service, request, kind, body)
+        # Unnamed: a large body isn't kept while the answer is made.
+        limit = service.settings.max_body_bytes
+        call = _parse(service, request, kind, await read_object(request, limit))
         generation = await service.pipeline.start(call.request, record)
         try:
             if call.request.is_stream:

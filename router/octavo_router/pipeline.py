@@ -34,6 +34,8 @@ from octavo_router.generation import Generation
 from octavo_router.outcomes import RequestRecord
 from octavo_router.prompts import (
     check_length,
+    check_size,
+    check_text,
     echo_of,
     encode,
     encode_bad_words,
@@ -135,6 +137,7 @@ class Pipeline:
 
     async def tokenize(self, prompt: Prompt) -> npt.NDArray[np.uint32]:
         """The ids that `start` would submit for this prompt."""
+        check_size(prompt)
         return await self._in_thread(encode, self.tokenizer, prompt)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -163,6 +166,7 @@ class Pipeline:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             if len(fields.prompts) > 1:
                 param = f"{param}[{position}]"
+            check_text(self.tokenizer, param, prompt, fields, model)
             whole = encode(self.tokenizer, prompt)
             token_ids = truncate(whole, fields, model)
             check_length(param, len(token_ids), model)

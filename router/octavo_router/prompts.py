@@ -1,11 +1,12 @@
 """Prompts into what is submitted: ids, their echo, and sampling with nothing left open.
 
 All of it runs in the tokenizer's thread. Must not know: sessions, HTTP, protos.
-Entry points: `encode`, `truncate`, `echo_of`, `encode_bad_words`, `resolve_sampling`.
+Entry points: `check_text`, `check_size`, `encode`, `truncate`, `echo_of`, `encode_bad_words`,
+`resolve_sampling`.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -26,6 +27,13 @@ from octavo_router.served_model import ServedModel
 from octavo_router.tokenizer import Tokenizer
 
 _SEED_PERSON = b"octavo.seed"
+# Of a text that is longer than twice this many characters for each token that fits, so many are
+# tokenized first, to see whether the rest can matter.
+PROBED_CHARS_PER_TOKEN = 32
+# Whatever a text's tokens may be, more characters are refused unseen.
+MAX_CHARS_PER_TOKEN = 256
+# Longest text to tokenize without generating.
+MAX_TEXT_CHARS = 1 << 21
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> npt.NDArray[np.uint32]:
@@ -57,6 +65,51 @@ def truncate(
     if limit < 0:
         limit = max(model.max_total_tokens - (fields.sampling.max_tokens or 1), 1)
     return token_ids[-limit:]
+
+
+def check_text(
+    tokenizer: Tokenizer, param: str, prompt: Prompt, fields: RequestFields, model: ServedModel
+) -> None:
+    """Refuse a text that is far too long, without the seconds and memory that all its tokens cost.
+
+    Raises ContextLengthError. What is near the limit passes: `check_length` counts it exactly.
+    """
+    texts = list(_texts_of(prompt))
+    num_chars = sum(map(len, texts))
+    limit = model.max_total_tokens
+    if num_chars <= 2 * PROBED_CHARS_PER_TOKEN * limit:
+        return
+    if num_chars <= MAX_CHARS_PER_TOKEN * limit:
+        if fields.truncate_prompt_tokens is not None:
+            return
+        head = "".join(texts)[: PROBED_CHARS_PER_TOKEN * limit]
+        if len(tokenizer.encode(head, add_special_tokens=False)) < 2 * limit:
+            return
+    raise ContextLengthError(
+        f"{param} has {num_chars} characters, far more than fit, {_what_limits(model)}: shorten it",
+        param=param,
+    )
+
+
+def check_size(prompt: Prompt) -> None:
+    """Bound what is tokenized for its own sake. Raises InvalidRequestError."""
+    num_chars = sum(map(len, _texts_of(prompt)))
+    if num_chars > MAX_TEXT_CHARS:
+        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        refuse(param, f"at most {MAX_TEXT_CHARS} characters long", f"{num_chars} characters")
+
+
+def _texts_of(prompt: Prompt) -> Iterator[str]:
+    if isinstance(prompt, TextPrompt):
+        yield prompt.text
+    if not isinstance(prompt, ChatPrompt):
+        return
+    for message in prompt.messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
 
 
 def check_length(param: str, num_tokens: int, model: ServedModel) -> None:
