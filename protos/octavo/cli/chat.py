@@ -41,9 +41,11 @@ def main(argv: list[str] | None = None) -> int:
             screen.greet(model, client.base)
             chat.run(TerminalInput(cache_folder() / "chat_history", COMMANDS))
             return 0
-        questions = [arguments.prompt] if arguments.prompt is not None else lines_of(sys.stdin)
         try:
-            return chat.run(questions, stop_at_failure=True)
+            if arguments.prompt is None:
+                return chat.run(lines_of(sys.stdin), stop_at_failure=True)
+            whole = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+            return chat.run([_as_text(whole)], stop_at_failure=True)
         except KeyboardInterrupt:
             return 130
 
@@ -184,7 +186,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="Chat with a model behind any OpenAI-compatible API.",
         epilog="In a pipe: each line of stdin is a question, stdout gets the answers alone.",
     )
-    parser.add_argument("prompt", nargs="?", help="ask this, print the answer, and end")
+    parser.add_argument(
+        "prompt", nargs="?", help="ask this, print the answer, and end; - asks all of stdin"
+    )
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the server [{DEFAULT_URL}]")
     parser.add_argument("--model", help="the model's name [the first that the server lists]")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
@@ -195,6 +199,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--api-key", help="[$OCTAVO_API_KEY or $OPENAI_API_KEY]")
     parser.add_argument("--plain", action="store_true", help="show answers unformatted")
     return parser.parse_args(argv)
+
+
+def _as_text(question: str) -> str:
+    """A question that is no command, whatever it begins with."""
+    question = question.strip()
+    return f"/{question}" if question.startswith("/") else question
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -64,6 +64,15 @@ def test_a_prompt_as_argument_is_asked_alone_with_the_given_options(
     assert capsys.readouterr().out == "Hello world\n"
 
 
+@pytest.mark.parametrize("text", ["/exit", "//x", "two\nlines", " a "])
+def test_an_argument_is_never_a_command_and_a_dash_takes_all_of_stdin(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OpenAiServer() as server:
+        assert _chat(monkeypatch, server, "", text) == (0, [[_user(text.strip())]])
+        assert _chat(monkeypatch, server, text, "-") == (0, [[_user(text.strip())]])
+
+
 def test_commands_change_the_conversation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
