@@ -38,9 +38,9 @@ from octavo.errors import ConfigurationError, InvalidRequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PART_SEPARATOR = "\n"
 MAX_REASON_CHARS = 300
-# Marks the place in the rendered text where the final message ends. The space at the end shows
-# whether the template trimmed the message.
-_END_MARK = "\ue000end of the final message\ue000 "
+# Marks the place in the rendered text where the final message ends; plain letters, which no
+# filter of a template escapes. The space at the end shows whether the template trims messages.
+_END_MARK = "OctavoEndOfTheFinalMessage "
 _UNREAD_FIELDS = ("audio", "function_call")
 Message = Mapping[str, Any]
 
@@ -82,6 +82,7 @@ class ChatTemplate:
         normalized = [
             self._normalize(message, f"messages[{index}]") for index, message in enumerate(messages)
         ]
+        final_text: str = normalized[-1]["content"]
         if continue_final_message:
             normalized[-1]["content"] += _END_MARK
         names = {
@@ -99,7 +100,7 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {_reason(error)}",
                 param="messages",
             ) from error
-        return _cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text, final_text) if continue_final_message else text
 
     def _normalize(self, message: Message, param: str) -> dict[str, Any]:
         role = message.get("role")
@@ -151,17 +152,20 @@ def _check_fields(message: Message, param: str) -> None:
             )
 
 
-def _cut_at_mark(text: str) -> str:
+def _cut_at_mark(text: str, final_text: str) -> str:
+    """The rendered text up to the end of the final message."""
     mark = _END_MARK.rstrip()
-    end = text.rfind(mark)
-    if end < 0:
+    end = max(text.rfind(mark), 0)
+    # A template may show the message at other places too.
+    kept = text[:end].replace(_END_MARK, "").replace(mark, "")
+    if not end or final_text.strip() not in kept:
         raise InvalidRequestError(
             "continue_final_message: the model's chat template doesn't show the final message as "
             "it is, so there is nothing to go on with",
             param="continue_final_message",
         )
     is_whole = text.startswith(_END_MARK, end)
-    return text[:end] if is_whole else text[:end].rstrip()
+    return kept if is_whole else kept.rstrip()
 
 
 def _text_of(content: Any, param: str, *, may_be_null: bool) -> str:

@@ -131,3 +131,22 @@ def test_the_demo_models_ids_are_the_same(shape: str, prompt: bool) -> None:
         SHAPES[shape], add_generation_prompt=prompt, return_dict=False
     )
     assert ours.tolist() == theirs
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_continued_message_ends_at_the_same_place(name: str, shape: str) -> None:
+    source, messages = TEMPLATES[name], SHAPES[shape]
+    ours = ChatTemplate(source, transformers_of("llama3").special_tokens_map)
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    try:
+        expected = transformers_of("llama3").apply_chat_template(
+            messages, chat_template=source, tokenize=False, **options
+        )
+    except (TemplateError, TypeError, ValueError):
+        with pytest.raises(InvalidRequestError):
+            ours.render(messages, **options)
+    else:
+        # Where a template shows the message twice, theirs leaves its mark in the text.
+        expected = expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")
+        assert ours.render(messages, **options) == expected
