@@ -156,7 +156,15 @@ class CommonSettings:
 
 @dataclass(frozen=True)
 class RouterSettings(CommonSettings):
-    """Settings of `octavo router`."""
+    """Settings of `octavo router`.
+
+    What bounds a connection and a body is set here. What is in a body is bounded by constants
+    beside its validation, in octavo_router's requests, params, token_rules, app and prompts:
+    4,096 messages; 1,024 prompts; 4,096 choices (n times prompts), n at most 128; 16 stop strings
+    of 1,024 characters; 128 stop ids; 1,024 biased ids; 128 bad words of 256 characters; 20
+    alternatives per token; a model's name of 256, an Idempotency-Key of 256 and an X-Request-Id
+    of 128 characters; 2,097,152 characters and 1,048,576 ids to tokenize or detokenize.
+    """
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "HTTP port (0 = any free one)", minimum=0, maximum=65535)

@@ -13,7 +13,7 @@ from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from octavo_router.fields import Fields, as_token_ids
 from octavo_router.flights import Finish, TokenLogprob
 from octavo_router.generation import Delta, Generation, PromptPart, Usage
-from octavo_router.grpc_guard import answering
+from octavo_router.grpc_guard import Reader, answering
 from octavo_router.http_body import parse_object
 from octavo_router.outcomes import RequestRecord
 from octavo_router.requests import (
@@ -60,10 +60,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._service.check_open()
                 parsed = self._parse(request, request_id, tenant, context)
                 generation = await self._service.pipeline.start(parsed, record)
+                reader = Reader(self._service.settings.write_stall_s)
                 try:
                     async for message in _messages(generation, request_id, parsed.fields):
+                        reader.begin()
                         yield message
+                        reader.end()
                 finally:
+                    reader.stop()
                     generation.close()
 
     def _parse(

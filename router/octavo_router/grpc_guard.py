@@ -2,9 +2,10 @@
 
 Bytes that are no message become a refusal instead of gRPC's UNKNOWN, and whatever else goes wrong
 leaves as an OctavoError; prompts that errors may quote are neither logged nor sent.
-Must not know: methods. Entry points: `DecodeGuard`, `answering`.
+Must not know: methods. Entry points: `DecodeGuard`, `answering`, `Reader`.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -58,3 +59,38 @@ async def answering(
     except Exception as error:
         log.error("a request failed: %s", trace_of(error))
         await abort(context, OctavoError(FAILURE))
+
+
+class Reader:
+    """The client of a stream, which must go on reading: `begin` and `end` enclose each message.
+
+    Flow control holds a message back while the client takes none; after `stall_s` of that the
+    RPC's task is cancelled, and with it the work.
+    """
+
+    __slots__ = ("_loop", "_stall_s", "_task", "_timer", "_waiting_since")
+
+    def __init__(self, stall_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._stall_s = stall_s
+        self._waiting_since: float | None = None
+        self._timer = self._loop.call_later(stall_s, self._check)
+
+    def begin(self) -> None:
+        self._waiting_since = self._loop.time()
+
+    def end(self) -> None:
+        self._waiting_since = None
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        since = self._waiting_since
+        waited_s = 0.0 if since is None else self._loop.time() - since
+        if waited_s >= self._stall_s and self._task is not None:
+            log.info("a gRPC client has not read for %g s: cancelled", self._stall_s)
+            self._task.cancel()
+            return
+        self._timer = self._loop.call_later(self._stall_s - waited_s, self._check)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import grpc
 import pytest
 
 from octavo.v1 import inference_pb2, scheduler_pb2
@@ -110,6 +111,33 @@ def test_a_slow_reader_stalls_nobody() -> None:
             await assert_idle(router, fake)
             outcomes = {("completions", "length"): 5, ("completions", "cancelled"): 1}
             assert router.outcomes() == outcomes
+
+    asyncio.run(main())
+
+
+def test_a_grpc_client_that_does_not_read_is_given_up() -> None:
+    async def main() -> None:
+        fake = byte_scheduler(tokens_per_step=50)
+        async with running_router(fake, write_stall_s=0.3) as router:
+            request = inference_pb2.InferenceGenerateRequest(
+                text="x", n=32, max_tokens=2000, logprobs=20
+            )
+            call = router.inference.Generate(request)
+            await call.read()
+            await until(lambda: router.value("octavo_requests_in_flight") == 0)
+            assert router.outcomes() == {("grpc_generate", "cancelled"): 1}
+            await assert_idle(router, fake)
+            call.cancel()
+            # One that reads slowly, but reads, is none of these.
+            call = router.inference.Generate(
+                inference_pb2.InferenceGenerateRequest(text="x", max_tokens=300)
+            )
+            num_ids = 0
+            async for message in call:
+                num_ids += len(message.token_ids)
+                await asyncio.sleep(0.1)
+            assert num_ids == 300
+            assert await call.code() == grpc.StatusCode.OK
 
     asyncio.run(main())
 
