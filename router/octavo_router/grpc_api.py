@@ -37,7 +37,7 @@ _FINISHES = {
 _Request = inference_pb2.InferenceGenerateRequest | inference_pb2.InferenceTokenizeRequest
 # Fields that have another name, or another shape, over HTTP; the rest goes through as it is.
 _OWN_FIELDS = frozenset(
-    {"model", "text", "token_ids", "chat", "user", "request_id", "idempotency_key"}
+    {"model", "text", "token_ids", "chat", "request_id", "idempotency_key"}
     | {"logit_bias", "chat_template_kwargs_json"}
 )
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -43,7 +43,6 @@ from octavo_router.sse import EventStream, Frames, dumps
 
 # A refusal within this time becomes an HTTP status; after it a stream's headers go out.
 ADMISSION_WAIT_S = 0.25
-MAX_USER_CHARS = 1024
 MAX_REQUEST_ID_FIELD_CHARS = 1 << 16
 
 
@@ -131,7 +130,6 @@ def _parse(service: Service, request: Request, kind: _Kind, body: dict[str, Any]
     """Validate everything that needs no tokenizer."""
     fields = Fields(body)
     model_name = service.served_name(fields.string("model", MAX_MODEL_NAME_CHARS))
-    fields.string("user", MAX_USER_CHARS)
     is_stream = bool(fields.boolean("stream"))
     usage = _stream_usage(body, is_stream=is_stream)
     asked = kind.parse(body, service.rules)

@@ -25,6 +25,7 @@ from octavo_router.requests import (
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TEMPLATE_CHARS,
+    MAX_USER_CHARS,
 )
 from octavo_router.token_rules import (
     MAX_BAD_WORDS,
@@ -96,7 +97,7 @@ class _Sampling(_Request):
     request_id: str | None = Field(None, description="As the X-Request-Id header, which wins.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: str | None = Field(None, max_length=MAX_USER_CHARS, description="Not used.")
 
 
 class TextPart(BaseModel):

@@ -24,6 +24,7 @@ MAX_PROMPTS = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_IDEMPOTENCY_KEY_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
+MAX_USER_CHARS = 1024
 MAX_TEMPLATE_CHARS = 1 << 16
 # Names that a template gets from the request itself.
 RESERVED_VARIABLES = frozenset(
@@ -150,6 +151,7 @@ def parse_fields(
 ) -> RequestFields:
     """Everything that does not depend on the door. Raises InvalidRequestError."""
     fields = Fields(raw)
+    fields.string("user", MAX_USER_CHARS)
     truncate = fields.integer("truncate_prompt_tokens", -1, MAX_INT32)
     if truncate == 0:
         refuse("truncate_prompt_tokens", "at least 1, or -1 for what fits", 0)

@@ -112,6 +112,7 @@ LIMITS: list[tuple[str, list[Any]]] = [
     ("return_token_ids", [True, False, 1]),
     ("truncate_prompt_tokens", [-2, -1, 1, 2**31]),
     ("cache_salt", ["", "x", "x" * 256, "x" * 257]),
+    ("user", ["", "x" * 1024, "x" * 1025]),
     ("priority", [-(2**31), -1, 0, 2**31]),
 ]
 

@@ -235,6 +235,28 @@ def test_siblings_wait_for_the_prompts_values() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("start", [0, 2, 2**31])
+def test_values_of_no_token_end_their_request_only(start: int) -> None:
+    class Wrong(FakeScheduler):
+        def _add_prompt_logprobs(self, frame: Any, sequence: Any) -> None:
+            batch = frame.prompt_logprobs.add(handle=sequence.submit.handle, start=start)
+            batch.entries.extend([self._logprobs(97, -0.25, 0)] * 2)
+            # Nobody asked for these.
+            frame.prompt_logprobs.add(handle=99, start=1)
+
+    async def main() -> None:
+        fake = Wrong(script=saying("ab"), vocab_size=257, eos_token_ids=(EOS,))
+        async with running_router(fake) as router:
+            body = {"prompt": "hi!", "echo": True, "logprobs": 0}
+            for _ in range(2):
+                answer = await router.http.post(TEXT, json=body)
+                assert answer.status_code == 500
+                assert "log-probabilities" in answer.json()["error"]["message"]
+            assert fake.num_sessions == 1
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_values_that_come_again_after_a_move_count_once(num_tokens: int) -> None:
     async def main() -> None:

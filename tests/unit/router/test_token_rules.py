@@ -163,6 +163,7 @@ GRPC_BAD: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "x" * 257}, "cache_salt"),
     ({"priority": -(2**31)}, "priority"),
+    ({"user": "x" * 1025}, "user"),
 ]
 
 
