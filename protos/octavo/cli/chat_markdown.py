@@ -1,6 +1,6 @@
 """Markdown that arrives piece by piece: whole blocks to print, the unfinished rest to redraw.
 
-Must not know: where the text comes from. Entry points: `BlockSplitter`, `AnswerMarkdown`.
+Must not know: where the text comes from. Entry points: `BlockSplitter`, `AnswerLines`.
 """
 
 import re
@@ -70,18 +70,28 @@ class AnswerMarkdown(Markdown):
                     child.type = "hardbreak"
 
 
-class LastLines:
-    """The end of a block, as much of it as the screen holds (a redrawn region can't scroll)."""
+class AnswerLines:
+    """A text's lines as shown, without blank ones around them; if asked for, the last few only
+    (a region that is redrawn can't be longer than the screen)."""
 
-    def __init__(self, text: str, num_lines: int) -> None:
+    def __init__(self, text: str, num_lines: int | None = None) -> None:
         self._text = text
         self._num_lines = num_lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(AnswerMarkdown(self._text), options, pad=False)
-        for line in lines[-self._num_lines :]:
+        while lines and _is_blank(lines[0]):
+            lines.pop(0)
+        while lines and _is_blank(lines[-1]):
+            lines.pop()
+        for line in lines if self._num_lines is None else lines[-self._num_lines :]:
             yield from line
             yield Segment.line()
+
+
+def _is_blank(line: list[Segment]) -> bool:
+    """Nothing to see, not even a background."""
+    return all(not text.strip() and not (style and style.bgcolor) for text, style, _ in line)
 
 
 def printable(text: str) -> str:

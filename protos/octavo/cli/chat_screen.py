@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from octavo.cli.chat_markdown import AnswerMarkdown, BlockSplitter, LastLines, printable
+from octavo.cli.chat_markdown import AnswerLines, BlockSplitter, printable
 
 _REDRAWS_PER_S = 10
 # Longer lines are hard to read, however wide the terminal.
@@ -86,7 +86,7 @@ class TerminalScreen:
                 for piece in pieces:
                     if block := splitter.push(piece):
                         self._print_block(block)
-                    live.update(LastLines(splitter.rest, self._out.height - 2))
+                    live.update(AnswerLines(splitter.rest, self._out.height - 2))
         finally:
             self._print_block(splitter.rest)
 
@@ -96,7 +96,7 @@ class TerminalScreen:
 
     def _print_block(self, block: str) -> None:
         if block.strip():
-            self._out.print(AnswerMarkdown(block))
+            self._out.print(AnswerLines(block))
             self._out.print()
 
     def note(self, text: str) -> None:

@@ -9,8 +9,10 @@ import json
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from octavo.cli.console import Console
 from octavo.cli.stack import Endpoints, Stack, StackOptions
@@ -149,9 +151,12 @@ def ready_text(endpoints: Endpoints, *, needs_key: bool) -> str:
         f"curl -s {endpoints.url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"
     )
+    # As it was called here: a venv's commands are often on no path.
+    program = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "octavo" else "octavo"
     return (
         f"\nOctavo serves {endpoints.model}: press Ctrl-C to stop\n\n"
         f"  HTTP  {endpoints.url}/v1   (OpenAI API; its documentation: {endpoints.url}/docs)\n"
-        f"  gRPC  {endpoints.grpc_address}\n\n"
+        f"  gRPC  {endpoints.grpc_address}\n"
+        f"  chat  {program} chat --url {endpoints.url}\n\n"
         f"{curl}\n"
     )

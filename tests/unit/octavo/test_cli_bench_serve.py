@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -309,6 +311,17 @@ def test_failed_requests_are_shown_and_fail_the_command(
     with OpenAiServer(lambda _: Reply(status=401, body={})) as server:
         assert run_cli(["bench", "serve", "--url", server.url]) == 2
     assert "octavo bench serve: " in capsys.readouterr().err
+
+
+def test_the_clients_run_without_the_services_packages() -> None:
+    """The extra `client` brings neither tensors nor gRPC, and plots are another."""
+    code = "import sys, octavo.cli.chat, octavo.cli.bench_serve; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "httpx" in loaded
+    heavy = {"torch", "grpc", "numpy", "redis", "huggingface_hub", "tokenizers", "matplotlib"}
+    assert heavy.isdisjoint(loaded)
 
 
 def test_what_is_missing_is_said_before_anything_is_measured(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from octavo.cli.chat_markdown import AnswerMarkdown, BlockSplitter, LastLines, printable
+from octavo.cli.chat_markdown import AnswerLines, BlockSplitter, printable
 from octavo.cli.chat_screen import TerminalScreen
 from octavo.errors import OctavoError
 
@@ -65,10 +65,10 @@ def _shown(renderable: object, width: int = 40) -> str:
 
 
 def test_newlines_and_tags_are_what_the_model_wrote() -> None:
-    assert _shown(AnswerMarkdown("roses\nviolets <b>bold</b> <div>")) == (
+    assert _shown(AnswerLines("roses\nviolets <b>bold</b> <div>")) == (
         "roses\nviolets <b>bold</b> <div>"
     )
-    assert _shown(AnswerMarkdown("**bold** and `code`")) == "bold and code"
+    assert _shown(AnswerLines("**bold** and `code`")) == "bold and code"
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
@@ -81,7 +81,12 @@ def test_an_answer_cannot_steer_the_terminal() -> None:
 
 def test_the_end_of_a_long_block_stays_on_the_screen() -> None:
     lines = [f"line {number}" for number in range(30)]
-    assert _shown(LastLines("\n".join(lines), 4)) == "\n".join(lines[-4:])
+    assert _shown(AnswerLines("\n".join(lines), 4)) == "\n".join(lines[-4:])
+
+
+def test_blocks_have_no_blank_lines_around_them() -> None:
+    assert _shown(AnswerLines("1. one\n\n")).strip("\n") == _shown(AnswerLines("1. one\n\n"))
+    assert _shown(AnswerLines("\n\n")) == ""
 
 
 def test_what_came_before_a_failure_is_shown_once() -> None:

@@ -112,6 +112,7 @@ def test_the_closing_block_has_a_command_that_a_shell_reads_back() -> None:
         "temperature": 0,
     }
     assert "127.0.0.1:8001" in text
+    assert " chat --url http://127.0.0.1:8000\n" in text
     assert "Authorization" not in text
     assert "Bearer $OCTAVO_API_KEY" in ready_text(endpoints, needs_key=True)
 
