@@ -236,6 +236,8 @@ class Flight:
         end = start + len(logprobs)
         if start < 1 or end > len(self.prompt_logprobs):
             self.fail(OctavoError("the scheduler sent log-probabilities of no prompt token"))
+            if self.carrier is not None:
+                self.carrier.cancel(self, None, CancelReason.CLIENT, 0)
             return
         self.prompt_logprobs[start:end] = logprobs
         was_owed = self.num_owed_logprobs

@@ -253,6 +253,7 @@ def test_values_of_no_token_end_their_request_only(start: int) -> None:
                 assert answer.status_code == 500
                 assert "log-probabilities" in answer.json()["error"]["message"]
             assert fake.num_sessions == 1
+            await until(lambda: len(fake.cancels) == 2)
 
     asyncio.run(main())
 
