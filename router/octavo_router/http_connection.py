@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 MIN_BYTES_PER_S = 16 << 10
 # For a client that was answered to stop sending.
 LINGER_S = 5.0
+# The same when there is no room for it.
+BUSY_LINGER_S = 0.5
 # Requests sent ahead of answers; beyond these the socket is not read until one is answered.
 MAX_PIPELINED = 16
 _BUSY_RETRY_MS = 1000
@@ -83,9 +85,10 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self._watch_reading(self._bounds.read_timeout_s)
         if len(self.connections) > self._bounds.max_connections:
-            self._refuse(
-                UnavailableError("too many connections; try again", retry_after_ms=_BUSY_RETRY_MS)
+            error = UnavailableError(
+                "too many connections; try again", retry_after_ms=_BUSY_RETRY_MS
             )
+            self._refuse(error, BUSY_LINGER_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching_reading()
@@ -195,7 +198,7 @@ class HttpConnection(HttpToolsProtocol):
         """The request can't be parsed, or `_refusal` says what else is wrong."""
         self._refuse(self._refusal or InvalidRequestError(msg))
 
-    def _refuse(self, error: OctavoError) -> None:
+    def _refuse(self, error: OctavoError, linger_s: float = LINGER_S) -> None:
         """Answer without the application, then end the connection."""
         self._is_refused = True
         self._unset_keepalive_if_required()
@@ -223,7 +226,7 @@ class HttpConnection(HttpToolsProtocol):
         # Closed with bytes unread, the kernel would reset the connection and the client might
         # lose the answer: say that it is all, and wait a little for the client to leave.
         self.transport.write_eof()
-        self._watch_reading(LINGER_S)
+        self._watch_reading(linger_s)
 
     # Time to send.
 

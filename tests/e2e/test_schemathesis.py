@@ -74,7 +74,7 @@ def check(stack: Stack, num_examples: int) -> None:
 
 
 def test_the_service_keeps_its_document(edge_stack: Stack) -> None:
-    check(edge_stack, 15)
+    check(edge_stack, 10)
 
 
 @pytest.mark.slow
