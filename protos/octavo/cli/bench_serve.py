@@ -8,7 +8,7 @@ at which a request was due, so that a server that falls behind can't hide it. En
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,26 +37,39 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot is not None:
         check_matplotlib()
     allow_many_connections()
-    bench = _Bench(options)
+    bench = _Bench(options, [_server(options, label, url) for label, url in options.servers])
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(bench.run())
+
+
+def _server(options: ServeOptions, label: str, url: str) -> Server:
+    """Raises OctavoError if there is none, or it serves nothing."""
+    base, key, model = api_base(url), api_key(options.api_key), options.model
+    if model is None:
+        with ChatClient(base, key) as client:
+            models = client.models()
+        if not models:
+            raise OctavoError(f"{base} serves no model")
+        model = models[0]
+    named = (label, base, model, options.is_chat, key, options.timeout_s)
+    return Server(*named, options=options.request_fields)
 
 
 class _Bench:
     """All servers of a comparison, one after the other."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServeOptions, servers: Sequence[Server]) -> None:
         self._options = options
+        self._servers = servers
         self._out = Console(stderr=True)
 
     async def run(self) -> int:
         options = self._options
-        # Before the first is measured: a wrong address must not cost an hour.
-        servers = [self._server(label, url) for label, url in options.servers]
-        makers = [await self._prompt_maker(server) for server in servers]
+        # Before the first is measured: what the last refuses must not cost an hour.
+        makers = [await self._prompt_maker(server) for server in self._servers]
         results: dict[str, LoadResult] = {}
         records: list[dict[str, Any]] = []
-        for server, maker in zip(servers, makers, strict=True):
+        for server, maker in zip(self._servers, makers, strict=True):
             result = await self._measure(server, maker)
             results[server.label] = result
             record = make_serve_record(result, self._facts(server, maker), options.slo)
@@ -69,21 +82,6 @@ class _Bench:
                     file.write(json.dumps(record) + "\n")
         self._show(records, results)
         return int(any(record["errors"] for record in records))
-
-    def _server(self, label: str, url: str) -> Server:
-        base = api_base(url)
-        key = api_key(self._options.api_key)
-        model = self._options.model
-        if model is None:
-            with ChatClient(base, key) as client:
-                models = client.models()
-            if not models:
-                raise OctavoError(f"{base} serves no model")
-            model = models[0]
-        return Server(
-            *(label, base, model, self._options.is_chat, key, self._options.timeout_s),
-            options=self._options.request_fields,
-        )
 
     async def _prompt_maker(self, server: Server) -> PromptMaker:
         """Learn what prompts the server takes and how it counts them; warms it up as well."""

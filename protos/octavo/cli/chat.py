@@ -5,6 +5,7 @@ Entry point: `main`.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -48,6 +49,10 @@ def main(argv: list[str] | None = None) -> int:
             return chat.run([_as_text(whole)], stop_at_failure=True)
         except KeyboardInterrupt:
             return 130
+        except BrokenPipeError:
+            # Whoever read the answers has gone; at the end Python must not write to them either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
 
 
 class Chat:

@@ -82,10 +82,10 @@ async def open_stream(url: str, body: str, api_key: str | None) -> Streaming:
         await writer.drain()
         head = await reader.readuntil(b"\r\n\r\n")
         status = head.partition(b"\r\n")[0].decode(errors="replace")
-        if not status.startswith("HTTP/1.1 200"):
+        words = status.split()
+        code = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+        if code != 200:
             answer = (await reader.read())[:_MAX_ERROR_BYTES].decode(errors="replace")
-            words = status.split()
-            code = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
             raise HttpStatusError(f"{url} answered {status}: {answer}", code)
     except BaseException:
         writer.close()

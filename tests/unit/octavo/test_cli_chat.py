@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,19 @@ def test_no_server_no_key_no_model_are_said_at_once(
         assert "serves no model" in capsys.readouterr().err
     assert run_cli(["chat", "--url", "ftp://x"]) == 2
     assert "--url 'ftp://x': must be like http://host:port" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_ends_it_quietly() -> None:
+    with OpenAiServer() as server:
+        command = f"{sys.executable} -m octavo chat --url {server.url} hello | true"
+        ended = subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {command}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_an_unanswered_question_gives_way_but_can_be_asked_again(tmp_path: Path) -> None:
