@@ -196,7 +196,7 @@ def test_a_worker_out_of_memory_says_so_and_is_replaced(tiny_folder: Path, tmp_p
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=90) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 5
         assert re.search(r"worker-0 +│ .*CRITICAL .*ending: \w+: .*memory", served.log)
         assert "worker-0 ended after" in served.log
