@@ -75,10 +75,11 @@ def _run(name: str, command: Command, arguments: list[str]) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<14} {item.summary}" for name, item in COMMANDS.items())
+    width = max(map(len, COMMANDS)) + 1
+    commands = "\n".join(f"  {name:<{width}} {item.summary}" for name, item in COMMANDS.items())
     return (
         "usage: octavo COMMAND [OPTIONS]\n\n"
         f"{commands}\n\n"
-        "`octavo COMMAND --help` lists a command's options; each option NAME is also the\n"
-        "environment variable OCTAVO_NAME."
+        "`octavo COMMAND --help` lists a command's options; a service's option NAME is also\n"
+        "the environment variable OCTAVO_NAME."
     )
