@@ -5,8 +5,10 @@ import json
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from octavo_router import wiring
+from octavo_router.http_connection import HttpConnection
 from tests.fakes.raw_http import Connection, Dial, dialling
 from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router, until
 from tests.sse_parser import parse
@@ -368,3 +370,15 @@ def test_a_slash_at_the_end_is_another_path() -> None:
             assert "evil" not in answer.text
 
     run(check)
+
+
+def test_uvicorn_still_has_what_the_connection_extends() -> None:
+    """Its own methods, but not documented ones: a version without them would drop our bounds."""
+    own = {name for name, value in vars(HttpConnection).items() if callable(value)}
+    ours = {name for name in own if not hasattr(HttpToolsProtocol, name)}
+    extended = own - ours
+    assert {"_start_asgi_task", "on_response_complete", "send_400_response"} <= extended
+    assert {"send", "message_event", "disconnected"} <= {
+        *vars(RequestResponseCycle),
+        *RequestResponseCycle.__init__.__code__.co_names,
+    }
