@@ -278,6 +278,25 @@ def test_any_rules_on_any_rows_through_preemptions(
         assert answer == expected, rules[i]
 
 
+def test_a_phrase_longer_than_the_context_bars_nothing() -> None:
+    """As in transformers: the phrase counts once the context is as long as it."""
+    first = greedy(logits_of, [5], 1, Rules(), plain_logits)[0]
+    rules = Rules(bad_words=((5, first),))
+    add = row_add(0, rules, [5], num_tokens=6)
+    outcomes = run_plan(make_runner(), Plan(1, 99, added_rows=(add,), chunks=(chunk_of(add),)))
+    expected = greedy(logits_of, [5], 6, rules, transformers_logits)
+    assert tokens_of(outcomes, 0) == expected
+    assert expected[0] == first
+
+
+def test_a_row_with_fewer_phrases_than_its_neighbour_is_barred_no_other_token() -> None:
+    few = Rules(bad_words=((1, 2),), allowed=(0,))
+    many = Rules(bad_words=((1, 2), (3, 4, 5), (6, 7), (8, 9, 10, 11)))
+    adds = (row_add(0, many, PROMPT), row_add(1, few, PROMPT))
+    plan = Plan(1, 5, added_rows=adds, chunks=tuple(map(chunk_of, adds)))
+    assert tokens_of(run_plan(make_runner(), plan), 1) == [0] * 5
+
+
 def test_rules_that_bar_every_token_fail_their_row_and_say_so() -> None:
     barred = Rules(allowed=(4, 8), bad_words=((4,),), min_tokens=3, ending_ids=(8,))
     adds = (row_add(0, barred, PROMPT), row_add(1, Rules(), PROMPT))

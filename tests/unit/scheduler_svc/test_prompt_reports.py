@@ -58,8 +58,10 @@ def test_ordinary_requests_beside_it_hit_the_cache_and_report_nothing() -> None:
 
 def test_two_that_ask_for_the_same_prompt_do_not_wait_for_each_other() -> None:
     cell = chunked_cell()
-    prompt = prompt_of(60)
-    handles = [cell.submit(prompt, 4, prompt_logprobs=True) for _ in range(3)]
+    prompt = prompt_of(20)
+    handles = [cell.submit(prompt, 4, prompt_logprobs=True) for _ in range(2)]
+    cell.step()
+    assert [len(plan.added_rows) for plan in cell.links[cell.members[0]].sent[:1]] == [2]
     cell.run()
     assert cell.prompts == dict.fromkeys(handles, expected_report(prompt))
     cell.assert_all_free()
