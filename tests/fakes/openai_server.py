@@ -23,6 +23,8 @@ class Reply:
     body: Body = field(default_factory=dict)
     # Bytes that follow the pieces in place of the finish, the usage and [DONE].
     raw_end: bytes | None = None
+    # With `raw_end`: whether the answer then ends as HTTP wants it, or is cut off.
+    is_cut: bool = True
     # Called before each piece.
     before_piece: Callable[[], object] = lambda: None
     # Bytes a write; events are cut wherever it falls.
@@ -131,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._write(reply, _event(choice))
         if reply.raw_end is not None:
             self._write(reply, reply.raw_end)
+            self.wfile.write(b"" if reply.is_cut else b"0\r\n\r\n")
             self.close_connection = True
             return
         self._write(reply, _event(_choice({}, "stop") if is_chat else _finish()))

@@ -70,6 +70,20 @@ def test_open_arrivals_do_not_wait_for_answers() -> None:
     assert due == pytest.approx([0.001 * i for i in range(20)], abs=1e-6)
 
 
+def test_nothing_is_sent_before_it_is_due() -> None:
+    early_s: list[float] = []
+
+    async def sender(request: Prepared, due_s: float | None) -> Outcome:
+        assert due_s is not None
+        early_s.append(due_s - time.perf_counter())
+        return Outcome(RequestTiming(1, due_s))
+
+    asyncio.run(run_load(_requests([0.03, 0.06, 0.09]), sender))
+    assert len(early_s) == 3
+    # Timers are exact to a millisecond.
+    assert max(early_s) < 0.002
+
+
 def test_late_requests_count_from_when_they_were_due() -> None:
     """A client that was held up must not make a server look fast."""
     with OpenAiServer() as server:
@@ -132,6 +146,7 @@ def test_after_the_duration_nothing_new_is_sent() -> None:
         (Reply(status=429, body={"error": {"message": "full"}}), "http 429"),
         (Reply(status=500), "http 500"),
         (Reply(raw_end=b""), "broken off"),
+        (Reply(raw_end=b"", is_cut=False), "broken off"),
         (Reply(raw_end=b'data: {"error": {"message": "gone"}}\n\n'), "failed in mid-stream"),
         (Reply(raw_end=b"data: {\n\n"), "bad answer"),
         (Reply(raw_end=b"data: 1\n\n"), "bad answer"),

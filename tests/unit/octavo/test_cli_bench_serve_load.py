@@ -54,6 +54,8 @@ def test_arrivals_are_a_poisson_process_and_the_same_for_a_seed() -> None:
     # Another rate: the same requests.
     slower = make_load(4000, lengths, lengths, 1.0, seed=3)
     assert [a.num_prompt_tokens for a in slower] == [a.num_prompt_tokens for a in load]
+    closed = make_load(4000, lengths, lengths, None, seed=3)
+    assert [a.num_output_tokens for a in closed] == [a.num_output_tokens for a in load]
     assert {a.due_s for a in make_load(9, lengths, lengths, float("inf"), 0)} == {0.0}
     endless = make_load(None, lengths, lengths, None, seed=3)
     assert [a.due_s for a in itertools.islice(endless, 5000)] == [None] * 5000

@@ -141,6 +141,7 @@ def test_a_failed_command_ends_a_pipe_with_its_reason(
             "the answer failed: worker gone",
         ),
         (Reply(raw_end=b""), "Hello world\n", "lost the server at "),
+        (Reply(raw_end=b"", is_cut=False), "Hello world\n", "the server broke the answer off"),
         (Reply(raw_end=b"data: oops\n\n"), "Hello world\n", "the server sent what is no JSON"),
         (Reply(raw_end=b"data: 3\n\n"), "Hello world\n", "the server sent no JSON object"),
     ],
