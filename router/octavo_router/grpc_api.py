@@ -172,7 +172,9 @@ def _raw(request: _Request) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for descriptor, value in request.ListFields():
         if descriptor.name not in _OWN_FIELDS:
-            raw[descriptor.name] = list(value) if descriptor.is_repeated else value
+            # No message is left: what is no scalar is a list of them.
+            is_scalar = isinstance(value, str | int | float)
+            raw[descriptor.name] = value if is_scalar else list(value)
     if isinstance(request, inference_pb2.InferenceGenerateRequest) and request.logit_bias:
         raw["logit_bias"] = {str(key): value for key, value in request.logit_bias.items()}
     if request.HasField("chat_template_kwargs_json"):
