@@ -4,6 +4,7 @@ import json
 import os
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,7 +16,7 @@ from tests.e2e.stack import Stack, as_json, total
 
 EOS = (2,)
 
-CONFIGURATIONS = {
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "alone": {"at_once": 1},
     "all at once": {},
     "chunks of 64": {"worker_flags": ("--max-num-batched-tokens", "64")},

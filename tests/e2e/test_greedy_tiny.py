@@ -1,6 +1,7 @@
 """Greedy answers equal transformers' on a random tiny model, however they were scheduled."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -26,7 +27,7 @@ def prompts(tiny_folder: Path) -> list[list[int]]:
     return prompt_ids(encode, lengths(NUM_PROMPTS, LONGEST))
 
 
-CONFIGURATIONS = {
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "alone": {"at_once": 1},
     "all at once": {},
     "chunks of 64": {"worker_flags": ("--max-num-batched-tokens", "64")},
