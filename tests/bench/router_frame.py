@@ -1,4 +1,4 @@
-"""What the router costs: CPU per SSE frame, and time per routing decision.
+"""What the router costs: CPU per SSE frame and per request, and time per routing decision.
 
     python tests/bench/router_frame.py [--streams 1,100,500] [--record FILE]
 
@@ -46,15 +46,18 @@ def main() -> int:
     parser.add_argument("--streams", default="1,100,500", help="numbers of streams, comma list")
     parser.add_argument("--step-ms", type=float, default=25.0, help="a token per stream and step")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a measurement")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of one token")
     parser.add_argument("--model", default=str(DEMO), help="folder of a tokenizer")
     parser.add_argument("--record", help="append one JSON line here")
     arguments = parser.parse_args()
     counts = [int(text) for text in arguments.streams.split(",")]
     with router_process(arguments.model, arguments.step_ms) as (pid, port):
         costs = [asyncio.run(measure(pid, port, n, arguments.seconds)) for n in counts]
+        request_us = asyncio.run(measure_requests(pid, port, arguments.requests))
     print(f"{'streams':>8} {'us/frame':>9} {'frames/s':>9}   budget {BUDGET_US:g}, aim {AIM_US:g}")
     for cost in costs:
         print(f"{cost.streams:8} {cost.us_per_frame:9.1f} {cost.frames_per_s:9.0f}")
+    print(f"{request_us:.0f} us a request (a chat of one token, a connection each)")
     decisions = [decide(num_tokens) for num_tokens in (1_000, 32_000, 128_000)]
     print(f"{'tokens':>8} {'choose us':>9} {'hash us/block':>14}   8 cells")
     for row in decisions:
@@ -69,6 +72,7 @@ def main() -> int:
             "python": platform.python_version(),
             "step_ms": arguments.step_ms,
             "frames": [cost._asdict() for cost in costs],
+            "request_us": request_us,
             "decisions": decisions,
         }
         with open(arguments.record, "a", encoding="utf-8") as file:
@@ -129,6 +133,28 @@ async def measure(pid: int, port: int, num_streams: int, seconds: float) -> Fram
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.sleep(0.5)
     return FrameCost(num_streams, round(cpu_s / frames * 1e6, 1), round(frames / wall_s, 1))
+
+
+async def measure_requests(pid: int, port: int, num_requests: int) -> float:
+    """CPU in µs of a whole request that asks for one token, sixteen at a time."""
+    body = {"messages": [{"role": "user", "content": "What is a router?"}], "max_tokens": 1}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    message = head.encode() + b"Connection: close\r\n\r\n" + data
+    gate = asyncio.Semaphore(16)
+
+    async def one() -> None:
+        async with gate:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(message)
+            answer = await reader.read()
+            writer.close()
+            assert b" 200 OK" in answer[:20], answer[:200]
+
+    await asyncio.gather(*(one() for _ in range(50)))
+    cpu_s = _cpu_s(pid)
+    await asyncio.gather(*(one() for _ in range(num_requests)))
+    return round((_cpu_s(pid) - cpu_s) / num_requests * 1e6, 1)
 
 
 async def _read(port: int, counts: list[int], index: int) -> None:
