@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
 import redis
 
 from octavo.embedded_valkey import find_binary
+from tests.programs import find_program
 
 _START_TIMEOUT_S = 20.0
 
@@ -27,12 +27,7 @@ def valkey_binary() -> str:
 
 def redis_binary() -> str:
     """Debian's redis-server; skips where it isn't installed, but never in CI."""
-    found = shutil.which("redis-server")
-    if found is None and os.environ.get("CI"):
-        pytest.fail("redis-server is missing: apt-get install redis-server")
-    if found is None:
-        pytest.skip("redis-server is not installed: apt-get install redis-server")
-    return found
+    return find_program("redis-server", "redis-server")
 
 
 BINARIES = {"valkey": valkey_binary, "redis": redis_binary}
