@@ -1,5 +1,6 @@
 """Models that several suites share."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from octavo.hub import resolve_model
 # A busy machine must not decide: no example fails by its time.
 settings.register_profile("octavo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("octavo")
+
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

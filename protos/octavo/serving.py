@@ -107,14 +107,21 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OctavoError) -> NoReturn:
-    """End the RPC with the error's code, message, and param / retry-after as trailers."""
+    """End the RPC with the error's code, message, and param / retry-after as trailers.
+
+    Raises asyncio.CancelledError if the client ended it first: then there is nobody to tell.
+    """
     trailers: list[tuple[str, str]] = []
     if error.param:
         trailers.append((_PARAM_KEY, error.param))
     if error.retry_after_ms is not None:
         trailers.append((_RETRY_KEY, str(error.retry_after_ms)))
     code = next(code for code in grpc.StatusCode if code.value[0] == error.kind.grpc_code)
-    await context.abort(code, error.message, tuple(trailers))
+    try:
+        await context.abort(code, error.message, tuple(trailers))
+    except grpc.aio.InternalError:
+        # The client left, or its own deadline passed, while we were about to tell it.
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returned")
 
 

@@ -287,3 +287,15 @@ def test_every_service_has_a_descriptor_to_start_with() -> None:
     ):
         assert list(module.DESCRIPTOR.services_by_name) == [service]
     assert serving.KEEPALIVE_MS >= 5_000
+
+
+class EndedContext:
+    """A call that its client ended in this very moment: gRPC can't send a status any more."""
+
+    async def abort(self, *_: Any) -> None:
+        raise grpc.aio.InternalError("Failed execute_batch")
+
+
+def test_nobody_is_left_to_be_told_an_error() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(abort(EndedContext(), UnavailableError("too late")))  # type: ignore[arg-type]
