@@ -310,7 +310,8 @@ def request_body(model: str, *, has_stream: bool = False) -> dict[str, Any]:
     }
     if has_stream:
         text = "JSON, or with stream: true server-sent events of chunks, ended by [DONE]"
-        events = {"text/event-stream": {"schema": {"type": "string"}}}
+        # No schema: OpenAPI has no word for one event of many, and tools read it as each event's.
+        events: dict[str, Any] = {"text/event-stream": {}}
         responses["200"] = {"description": text, "content": events}
     content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
     return {"requestBody": {"required": True, "content": content}, "responses": responses}
