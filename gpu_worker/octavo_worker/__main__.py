@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +17,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 from octavo.errors import ConfigurationError, OctavoError
 from octavo.metrics import WorkerMetrics
 from octavo.registry import Registry, WorkerRecord, open_registry
-from octavo.serving import GrpcServer, announce_ready, setup_logging, wait_for_signal
+from octavo.serving import (
+    GrpcServer,
+    announce_ready,
+    reachable_host,
+    setup_logging,
+    wait_for_signal,
+)
 from octavo.settings import WorkerSettings, add_arguments, load
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_worker import loading
@@ -114,7 +119,7 @@ class _Process:
             _serve_metrics(settings, self._metrics)
         self._record = WorkerRecord(
             worker_id=self._worker_id,
-            address=f"{_reachable(settings.host)}:{port}",
+            address=f"{reachable_host(settings.host)}:{port}",
             boot_id=self._leadership.boot_id,
             model=loaded.spec.name,
             revision=loaded.spec.revision,
@@ -186,11 +191,6 @@ def _serve_metrics(settings: WorkerSettings, metrics: WorkerMetrics) -> None:
             f"OCTAVO_METRICS_PORT={settings.metrics_port}: can't listen: {error}",
             param="metrics_port",
         ) from error
-
-
-def _reachable(host: str) -> str:
-    """The host under which others reach a server that listens on `host`."""
-    return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "::", "") else host
 
 
 if __name__ == "__main__":

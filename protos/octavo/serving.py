@@ -2,7 +2,7 @@
 
 Message limits, keep-alive, health, reflection, error mapping, signals and logging. Must not
 know: any service's messages. Entry points: `GrpcServer`, `open_channel`, `abort`,
-`error_from_rpc`, `announce_ready`, `wait_for_signal`, `setup_logging`.
+`error_from_rpc`, `reachable_host`, `announce_ready`, `wait_for_signal`, `setup_logging`.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -28,6 +29,9 @@ KEEPALIVE_MS = 10_000
 # (one in 300 s) answers our keep-alive with GOAWAY too_many_pings.
 _MIN_PING_MS = 5_000
 _PARAM_KEY, _RETRY_KEY = "octavo-param", "octavo-retry-after-ms"
+# The health service's name for "this process answers": serving from the start to the end of the
+# server, whether it is ready or not. For liveness probes, which restart what fails them.
+LIVE = "octavo.live"
 
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -79,6 +83,7 @@ class GrpcServer:
         names = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
         await self.set_serving(False)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         try:
             bound = self.server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
@@ -99,6 +104,16 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         await self.set_serving(False)
         await self.server.stop(grace_s)
+
+
+def reachable_host(host: str) -> str:
+    """The host by which others reach a server that listens on `host`.
+
+    A wildcard becomes this machine's own address: its name would mean nothing to most others
+    (the name of a Kubernetes pod has no DNS record).
+    """
+    is_wildcard = host in ("", "0.0.0.0", "::", "[::]")
+    return socket.gethostbyname(socket.gethostname()) if is_wildcard else host
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

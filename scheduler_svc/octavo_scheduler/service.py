@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import secrets
-import socket
 from collections.abc import Coroutine
 from typing import Any
 
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from octavo.errors import UnavailableError
 from octavo.metrics import SchedulerMetrics
 from octavo.registry import open_registry
-from octavo.serving import GrpcServer, announce_ready, wait_for_signal
+from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
 from octavo.settings import SchedulerSettings
 from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
 from octavo_scheduler import gauges
@@ -83,7 +82,7 @@ class SchedulerProcess:
         if settings.metrics_port:
             start_http_server(settings.metrics_port, settings.host, self.metrics.registry)
         await self.registry.start()
-        address = f"{_reachable(settings.host)}:{self.port}"
+        address = f"{reachable_host(settings.host)}:{self.port}"
         ledger = Ledger(self.registry, self.cell, self.scheduler_id, address)
         for worker in settings.workers:
             self._lead(worker)
@@ -190,8 +189,3 @@ class SchedulerProcess:
         deadline = self.cell.next_deadline()
         if deadline is not None:
             self._deadline_timer = self._loop.call_at(deadline, self.cell.expire)
-
-
-def _reachable(host: str) -> str:
-    """A wildcard address as others can dial it."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host

@@ -23,6 +23,7 @@ from octavo.errors import InvalidRequestError, OctavoError, OverloadedError, Una
 from octavo.serving import (
     CHANNEL_OPTIONS,
     KEEPALIVE_MS,
+    LIVE,
     MAX_MESSAGE_BYTES,
     SERVER_OPTIONS,
     GrpcServer,
@@ -30,6 +31,7 @@ from octavo.serving import (
     announce_ready,
     error_from_rpc,
     open_channel,
+    reachable_host,
 )
 from octavo.v1 import inference_pb2, inference_pb2_grpc, scheduler_pb2, worker_pb2
 
@@ -89,6 +91,7 @@ def test_a_server_serves_only_once_it_says_so_and_no_more_when_it_stops() -> Non
 
             names = ("", "octavo.v1.Inference")
             assert [await status(name) for name in names] == [NOT_SERVING, NOT_SERVING]
+            assert await status(LIVE) == SERVING
             await it.server.set_serving(True)
             assert [await status(name) for name in names] == [SERVING, SERVING]
             watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=_GUARD_S)
@@ -102,6 +105,30 @@ def test_a_server_serves_only_once_it_says_so_and_no_more_when_it_stops() -> Non
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(run())
+
+
+def test_a_drained_server_is_alive_and_not_ready() -> None:
+    async def run() -> None:
+        async with running() as it:
+            health = health_pb2_grpc.HealthStub(it.channel)
+            await it.server.set_serving(True)
+            await it.server.set_serving(False)
+            asked = [
+                await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=_GUARD_S)
+                for name in (LIVE, "")
+            ]
+            assert [answer.status for answer in asked] == [SERVING, NOT_SERVING]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_wildcard_is_announced_as_this_machines_address(host: str) -> None:
+    assert reachable_host("10.1.2.3") == "10.1.2.3"
+    assert reachable_host("worker.example") == "worker.example"
+    address = reachable_host(host)
+    # An address, not a name that others can't resolve.
+    assert socket.inet_aton(address) != socket.inet_aton("0.0.0.0")
 
 
 def test_reflection_lists_our_services() -> None:
