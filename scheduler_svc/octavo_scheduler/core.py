@@ -21,6 +21,7 @@ from octavo.metrics import SchedulerMetrics
 from octavo.settings import SchedulerSettings
 from octavo_scheduler import admission, composer, recovery, results
 from octavo_scheduler.admission import AdmissionQueue
+from octavo_scheduler.chronicle import Chronicle
 from octavo_scheduler.members import Member, Members, PlanSink
 from octavo_scheduler.outbox import Outbox
 from octavo_scheduler.placement import Placement
@@ -116,6 +117,8 @@ class Cell:
         self.members.remove(member)
         if not self.members:
             self._no_worker_since = self.clock()
+        if self.book.chronicle is not None:
+            self.book.chronicle.lost(member.state.worker_id, loss, self.clock())
         outcome = recovery.recover(member.state, loss, self.settings.max_moves)
         for sequence in outcome.failed:
             error = OctavoError(
@@ -208,6 +211,13 @@ class Cell:
         self.on_change()
         return len(requests)
 
+    def begin_chronicle(self) -> None:
+        """Remember what live views show, from what runs now on."""
+        self.book.chronicle = Chronicle(self.clock())
+        for member in self.members:
+            for sequence in member.state.sequences():
+                self._chronicle_placed(self.book.chronicle, sequence, sequence.admitted_at)
+
     # ---- results and plans
 
     def read(self, member: Member, outcomes: Iterable[StepOutcome]) -> None:
@@ -216,7 +226,11 @@ class Cell:
         num_steps = 0
         for outcome in outcomes:
             started = perf_counter()
-            self._take_in(results.read_outcome(member.state, outcome))
+            reading = results.read_outcome(member.state, outcome)
+            self._take_in(reading)
+            if (chronicle := self.book.chronicle) is not None:
+                num_tokens = reading.tokens.token_ids.size
+                chronicle.count(member.state.worker_id, reading.num_prefill_tokens, num_tokens)
             self.metrics.result_time.observe(perf_counter() - started)
             num_steps += 1
             if self.settings.check_integrity:
@@ -286,7 +300,14 @@ class Cell:
         self.on_change()
 
     def _on_placed(self, sequence: Sequence) -> None:
-        self.book.start(sequence, self.clock())
+        now = self.clock()
+        self.book.start(sequence, now)
+        if (chronicle := self.book.chronicle) is not None:
+            self._chronicle_placed(chronicle, sequence, now)
+
+    def _chronicle_placed(self, chronicle: Chronicle, sequence: Sequence, at: float) -> None:
+        worker = self.members.holder_of(sequence)
+        chronicle.placed(sequence, worker.worker_id, len(self.members.open_states()), at)
 
     def _take_in(self, reading: Reading) -> None:
         """Hand tokens to their sessions, end what ended, queue what comes back."""
@@ -295,6 +316,8 @@ class Cell:
         self.book.deliver(reading.tokens)
         for sequence in reading.prefilled:
             self.metrics.prefill_time.observe(self.clock() - sequence.admitted_at)
+            if self.book.chronicle is not None:
+                self.book.chronicle.first_token(sequence, self.clock())
         for ended in reading.ended:
             error = OctavoError(ended.message) if ended.reason is FinishReason.ERROR else None
             self.book.end(ended.sequence, ended.reason, error)

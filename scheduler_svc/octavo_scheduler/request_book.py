@@ -11,6 +11,7 @@ import numpy as np
 
 from octavo.errors import OctavoError
 from octavo.metrics import SchedulerMetrics
+from octavo_scheduler.chronicle import Chronicle
 from octavo_scheduler.outbox import (
     FinishedNote,
     Outbox,
@@ -35,6 +36,8 @@ class RequestBook:
     def __init__(self, metrics: SchedulerMetrics) -> None:
         self.outboxes: dict[int, Outbox] = {}
         self.requests: dict[tuple[int, int], Request] = {}
+        # Kept only while somebody watches.
+        self.chronicle: Chronicle | None = None
         self._metrics = metrics
         self._serial = 0
         self._due: list[tuple[float, int, Request]] = []
@@ -104,6 +107,8 @@ class RequestBook:
         assert sequence.state is not State.ENDED
         sequence.state = State.ENDED
         self._metrics.outcomes.labels(reason.value).inc()
+        if self.chronicle is not None:
+            self.chronicle.ended(sequence, reason)
         request = sequence.request
         handle = request.submission.handle
         if outbox := self.outboxes.get(request.session_id):

@@ -4,7 +4,6 @@ Must not know: how anything is decided. Entry point: `SchedulerService`.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from octavo import WIRE_VERSION
@@ -14,7 +13,8 @@ from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
 from octavo_scheduler import dispatch, frames
 from octavo_scheduler.core import Cell
 from octavo_scheduler.frames import LoadNumbers
-from octavo_scheduler.picture import picture_of
+from octavo_scheduler.live_view import LiveView
+from octavo_scheduler.picture import Seat
 from octavo_scheduler.sessions import Context, Session
 from octavo_scheduler.worker_link import WorkerLink
 
@@ -37,6 +37,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._flush_s = flush_s
         self._links = links
         self._drain = drain
+        self._live_view = LiveView(cell, scheduler_id, self._seats)
 
     def load(self) -> LoadNumbers:
         """The cell's load now."""
@@ -100,10 +101,15 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                     param="interval_ms",
                 ),
             )
-        while True:
-            picture = picture_of(self._cell, self._scheduler_id)
-            yield scheduler_pb2.SchedulerWatchResponse(picture_json=json.dumps(picture).encode())
-            await asyncio.sleep(interval_ms / 1000)
+        with self._live_view.watching():
+            while True:
+                picture = await self._live_view.picture_json()
+                yield scheduler_pb2.SchedulerWatchResponse(picture_json=picture)
+                await asyncio.sleep(interval_ms / 1000)
+
+    def _seats(self) -> list[Seat]:
+        links = self._links()
+        return [Seat(link.worker_id, link.address, link.epoch, link.member) for link in links]
 
 
 def _fill_worker(message: scheduler_pb2.WorkerStatus, link: WorkerLink) -> None:

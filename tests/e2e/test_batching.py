@@ -87,7 +87,7 @@ class Fill:
         self.slots += slots
         self.filled += slots * worker["kv_utilization"]
         self.rows += worker["num_rows"]
-        self.context += sum(row["num_known_tokens"] for row in worker["rows"])
+        self.context += worker["num_known_tokens"]
 
 
 async def watch(address: str, fill: Fill) -> None:

@@ -245,7 +245,7 @@ def test_describe_watch_and_gauges_agree() -> None:
                 assert described.max_request_tokens == 8192
                 watch = stub.Watch(scheduler_pb2.SchedulerWatchRequest(interval_ms=100))
                 picture = (await watch.read()).picture_json
-                assert b'"num_running": 1' in picture
+                assert b'"num_running":1,' in picture
                 watch.cancel()
                 value = process.metrics.registry.get_sample_value
                 assert value("octavo_num_requests_running") == 1
