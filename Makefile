@@ -13,6 +13,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+# Tests that start no services of their own share the cores: so many at a time, a file at once.
+JOBS ?= 2
+SPREAD := -n $(JOBS) --dist loadfile
 # What needs no card, no Docker and no patience.
 FAST := not gpu and not slow and not docker
 STAMP := $(VENV)/.installed
@@ -68,11 +71,11 @@ check-protos: install
 test: lint test-unit test-kernels test-e2e test-chaos ## all that needs no card, in minutes
 
 test-unit: install
-	$(PYTEST) tests/unit tests/contract -m "$(FAST)"
+	$(PYTEST) $(SPREAD) tests/unit tests/contract -m "$(FAST)"
 
 test-kernels: install ## kernels in Triton's interpreter, and compiled ahead of time
-	OCTAVO_KERNEL_MODE=interpret $(PYTEST) tests/kernels -m "interpreter and $(FAST)"
-	$(PYTEST) tests/kernels -m "not interpreter and $(FAST)"
+	OCTAVO_KERNEL_MODE=interpret $(PYTEST) -n $(JOBS) tests/kernels -m "interpreter and $(FAST)"
+	$(PYTEST) -n $(JOBS) tests/kernels -m "not interpreter and $(FAST)"
 
 test-e2e: install ## real processes, real Valkey, the official client
 	$(PYTEST) tests/e2e -m "$(FAST)"
