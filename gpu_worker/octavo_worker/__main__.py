@@ -15,15 +15,10 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, start_http_server
 
 from octavo.errors import ConfigurationError, OctavoError
+from octavo.logs import setup_logging
 from octavo.metrics import WorkerMetrics
 from octavo.registry import Registry, WorkerRecord, open_registry
-from octavo.serving import (
-    GrpcServer,
-    announce_ready,
-    reachable_host,
-    setup_logging,
-    wait_for_signal,
-)
+from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
 from octavo.settings import WorkerSettings, add_arguments, load
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_worker import loading
@@ -46,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = vars(parser.parse_args(argv))
     try:
         settings = load(WorkerSettings, arguments)
-        setup_logging("worker", settings.log_level)
+        setup_logging("worker", settings.log_level, settings.log_format)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             code = runner.run(_Process(settings).run())
     except OctavoError as error:

@@ -1,13 +1,12 @@
 """What every gRPC server and channel of Octavo has in common.
 
-Message limits, keep-alive, health, reflection, error mapping, signals and logging. Must not
+Message limits, keep-alive, health, reflection, error mapping and signals. Must not
 know: any service's messages. Entry points: `GrpcServer`, `open_channel`, `abort`,
-`error_from_rpc`, `reachable_host`, `announce_ready`, `wait_for_signal`, `setup_logging`.
+`error_from_rpc`, `reachable_host`, `announce_ready`, `wait_for_signal`.
 """
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
@@ -183,14 +182,3 @@ async def wait_for_signal() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await stop.wait()
-
-
-def setup_logging(service: str, level: str) -> None:
-    """One line per record on stderr: time, level, service, logger, message."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format=f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )

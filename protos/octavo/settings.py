@@ -142,6 +142,7 @@ class CommonSettings:
     """What every process has."""
 
     log_level: str = setting("info", "log level", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "lines for people, or JSON objects", choices=("text", "json"))
     redis_url: str = setting(
         "",
         "Redis (redis, rediss, unix, redis+sentinel, redis+cluster URL); empty = none",

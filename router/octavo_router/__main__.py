@@ -6,7 +6,7 @@ import logging
 import sys
 
 from octavo.errors import OctavoError
-from octavo.serving import setup_logging
+from octavo.logs import setup_logging
 from octavo.settings import RouterSettings, add_arguments, load
 from octavo_router.wiring import run_router
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     except OctavoError as error:
         print(f"octavo router: {error}", file=sys.stderr)
         return 2
-    setup_logging("router", settings.log_level)
+    setup_logging("router", settings.log_level, settings.log_format)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run_router(settings))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from octavo.errors import OctavoError
-from octavo.serving import setup_logging
+from octavo.logs import setup_logging
 from octavo.settings import SchedulerSettings, add_arguments, load
 from octavo_scheduler.service import SchedulerProcess
 
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = vars(parser.parse_args(argv))
     try:
         settings = load(SchedulerSettings, arguments)
-        setup_logging("scheduler", settings.log_level)
+        setup_logging("scheduler", settings.log_level, settings.log_format)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_run(settings))
     except OctavoError as error:

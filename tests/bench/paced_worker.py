@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.serving import announce_ready, setup_logging
+from octavo.logs import setup_logging
+from octavo.serving import announce_ready
 from octavo.v1 import common_pb2, worker_pb2
 from tests.fakes.fake_device import FakeSize
 from tests.fakes.fake_worker import FakeWorker

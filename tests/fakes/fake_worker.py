@@ -24,7 +24,8 @@ import grpc.aio
 from octavo import WIRE_VERSION
 from octavo.blocks import HASH_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError
-from octavo.serving import GrpcServer, abort, announce_ready, setup_logging
+from octavo.logs import setup_logging
+from octavo.serving import GrpcServer, abort, announce_ready
 from octavo.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.fakes.fake_device import FakeDevice, FakeSize
 

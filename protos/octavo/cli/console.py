@@ -1,8 +1,11 @@
-"""The one readable log of `octavo serve`: a prefix per process, colours on a terminal."""
+"""The one log of `octavo serve`: for people (a prefix per process, colours), or as JSON."""
 
+import json
 import re
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 import rich.console
 from rich.status import Status
@@ -10,16 +13,17 @@ from rich.text import Text
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
 _NAME_WIDTH = 10
-# As `octavo.serving.setup_logging` writes it: time, level, service, logger, message.
+# As `octavo.logs.setup_logging` writes it: time, level, service, logger, message.
 _INFO_RECORD = re.compile(r"(?P<time>\d\d:\d\d:\d\d) INFO +\w+ [\w.]+: (?P<message>.*)")
 
 
 class Console:
     """Prints whole lines to stderr; stdout stays free for what scripts read."""
 
-    def __init__(self, *, is_quiet: bool = False) -> None:
-        """`is_quiet`: warnings and errors only."""
+    def __init__(self, *, is_quiet: bool = False, is_json: bool = False) -> None:
+        """`is_quiet`: warnings and errors only. `is_json`: lines stay, or become, JSON objects."""
         self._is_quiet = is_quiet
+        self._is_json = is_json
         # soft_wrap: a log line stays one line, however narrow the terminal.
         self._out = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
         self._colours: dict[str, str] = {}
@@ -27,6 +31,9 @@ class Console:
 
     def log(self, name: str, line: str) -> None:
         """One line of the process `name`."""
+        if self._is_json:
+            print(line if line.startswith("{") else _as_json(name, line), file=sys.stderr)
+            return
         line = _shortened(line)
         style = _line_style(line)
         if self._is_quiet and not style:
@@ -62,6 +69,15 @@ def _shortened(line: str) -> str:
     """A service's INFO record without what the prefix says already; other lines as they are."""
     record = _INFO_RECORD.fullmatch(line)
     return f"{record['time']} {record['message']}" if record else line
+
+
+def _as_json(name: str, line: str) -> str:
+    """A line that is no record of a service's, in the form of `octavo.logs`."""
+    time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    level = "error" if line.startswith("ERROR ") else "info"
+    message = line.removeprefix("ERROR ")
+    fields = {"time": time, "level": level, "service": name, "logger": "", "message": message}
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def _line_style(line: str) -> str:

@@ -38,7 +38,8 @@ _QUESTION = "What is the capital of France?"
 
 def main(argv: list[str] | None = None) -> int:
     """Run the stack until it is told to stop (status 0) or can't be kept running (1)."""
-    return asyncio.run(_serve(parse_options(argv), Console()))
+    options = parse_options(argv)
+    return asyncio.run(_serve(options, Console(is_json=options.router.log_format == "json")))
 
 
 def parse_options(argv: Sequence[str] | None) -> StackOptions:

@@ -44,7 +44,7 @@ class SessionPing(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "prompt_token_ids", "root_hash", "block_hashes", "sampling", "num_sequences", "deadline_ms", "tenant", "priority", "traceparent", "resumes")
+    __slots__ = ("handle", "request_id", "prompt_token_ids", "root_hash", "block_hashes", "sampling", "num_sequences", "deadline_ms", "tenant", "priority", "traceparent", "resumes", "tracestate")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     prompt_token_ids: bytes
@@ -69,7 +70,8 @@ class Submit(_message.Message):
     priority: int
     traceparent: str
     resumes: _containers.RepeatedCompositeFieldContainer[ResumeSequence]
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., root_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_sequences: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., resumes: _Optional[_Iterable[_Union[ResumeSequence, _Mapping]]] = ...) -> None: ...
+    tracestate: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., root_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_sequences: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., resumes: _Optional[_Iterable[_Union[ResumeSequence, _Mapping]]] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class ResumeSequence(_message.Message):
     __slots__ = ("sequence_index", "delivered_token_ids", "finished")

@@ -165,7 +165,7 @@ class Plan(_message.Message):
     def __init__(self, plan_id: _Optional[int] = ..., removed_rows: _Optional[bytes] = ..., added_rows: _Optional[_Iterable[_Union[RowAdd, _Mapping]]] = ..., block_updates: _Optional[bytes] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., sealed: _Optional[_Union[SealedBlocks, _Mapping]] = ..., decode_until: _Optional[int] = ...) -> None: ...
 
 class RowAdd(_message.Message):
-    __slots__ = ("row", "generation", "sampling", "sequence_index", "block_ids", "num_computed_tokens", "max_total_tokens", "min_total_tokens", "history_token_ids", "num_prompt_tokens")
+    __slots__ = ("row", "generation", "sampling", "sequence_index", "block_ids", "num_computed_tokens", "max_total_tokens", "min_total_tokens", "history_token_ids", "num_prompt_tokens", "traceparent")
     ROW_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class RowAdd(_message.Message):
     MIN_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     row: int
     generation: int
     sampling: _common_pb2.SamplingParams
@@ -186,7 +187,8 @@ class RowAdd(_message.Message):
     min_total_tokens: int
     history_token_ids: bytes
     num_prompt_tokens: int
-    def __init__(self, row: _Optional[int] = ..., generation: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sequence_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., min_total_tokens: _Optional[int] = ..., history_token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, row: _Optional[int] = ..., generation: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., sequence_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., num_computed_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., min_total_tokens: _Optional[int] = ..., history_token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("row", "start", "token_ids", "is_last")

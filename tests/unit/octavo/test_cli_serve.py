@@ -15,7 +15,7 @@ from octavo.cli.ports import check_port_is_free, free_ports
 from octavo.cli.serve import parse_options, ready_text
 from octavo.cli.stack import Endpoints
 from octavo.errors import ConfigurationError
-from octavo.serving import setup_logging
+from octavo.logs import setup_logging
 
 
 def test_the_defaults_serve_the_demo_model() -> None:

@@ -289,23 +289,6 @@ def test_the_first_signal_drains_and_the_second_ends(number: signal.Signals) -> 
             process.kill()
 
 
-def test_logs_are_one_line_with_time_level_service_and_logger() -> None:
-    code = (
-        "import logging; from octavo.serving import setup_logging\n"
-        "setup_logging('router', 'info')\n"
-        "logging.getLogger('octavo_router.app').info('ready: %s', 'x')\n"
-        "logging.getLogger('octavo_router.app').debug('not shown')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=_GUARD_S
-    )
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0][2] == lines[0][5] == ":"
-    assert lines[0][9:] == "INFO    router octavo_router.app: ready: x"
-
-
 def test_every_service_has_a_descriptor_to_start_with() -> None:
     for module, service in (
         (inference_pb2, "Inference"),
