@@ -18,6 +18,7 @@ from octavo.errors import ConfigurationError, OctavoError
 from octavo.logs import setup_logging
 from octavo.metrics import WorkerMetrics
 from octavo.registry import Registry, WorkerRecord, open_registry
+from octavo.security import Security
 from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
 from octavo.settings import WorkerSettings, add_arguments, load
 from octavo.v1 import worker_pb2, worker_pb2_grpc
@@ -74,7 +75,7 @@ class _Process:
             loop.call_soon_threadsafe(lambda: fatal.done() or fatal.set_result(reason))
 
         settings = self._settings
-        server = GrpcServer()
+        server = GrpcServer(security=Security.of(settings))
         service = WorkerService(self._worker_id, self._leadership, self._on_leader_change)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server.server)
         port = await server.start(settings.host, settings.port, worker_pb2.DESCRIPTOR)

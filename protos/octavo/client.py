@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
+import grpc.aio
 
 from octavo.client_messages import (
     Delta,
@@ -33,7 +34,7 @@ from octavo.client_messages import (
     tokens_of,
     usage_of,
 )
-from octavo.serving import CHANNEL_OPTIONS, error_from_rpc, open_channel
+from octavo.serving import CHANNEL_OPTIONS, error_from_rpc
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 
 Messages = Sequence[Mapping[str, Any]]
@@ -82,10 +83,21 @@ class Client:
     """A blocking client; may be used from several threads. Close it, or use it in `with`."""
 
     def __init__(
-        self, address: str, api_key: str | None = None, *, timeout_s: float | None = None
+        self,
+        address: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`timeout_s` is the default deadline of every call; None = none."""
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        """`timeout_s` is the default deadline of every call; None = none.
+
+        `credentials` for a server with TLS: `grpc.ssl_channel_credentials(...)`.
+        """
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
@@ -217,10 +229,21 @@ class AsyncClient:
     """`Client` for asyncio. Belongs to the event loop in which it was made."""
 
     def __init__(
-        self, address: str, api_key: str | None = None, *, timeout_s: float | None = None
+        self,
+        address: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`timeout_s` is the default deadline of every call; None = none."""
-        self._channel = open_channel(address)
+        """`timeout_s` is the default deadline of every call; None = none.
+
+        `credentials` for a server with TLS: `grpc.ssl_channel_credentials(...)`.
+        """
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s

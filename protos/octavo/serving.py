@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from octavo.errors import OctavoError, from_grpc_code
+from octavo.security import OPEN, Security
 
 MAX_MESSAGE_BYTES = 64 << 20
 KEEPALIVE_MS = 10_000
@@ -66,16 +67,23 @@ class GrpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         *,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
+        security: Security = OPEN,
     ) -> None:
         limit = ("grpc.max_receive_message_length", max_receive_bytes)
         options = [option for option in SERVER_OPTIONS if option[0] != limit[0]]
-        self.server = grpc.aio.server(options=[*options, limit], interceptors=list(interceptors))
+        self._security = security
+        self.server = grpc.aio.server(
+            options=[*options, limit], interceptors=[*security.interceptors(), *interceptors]
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._names: list[str] = []
 
     async def start(self, host: str, port: int, *descriptors: FileDescriptor) -> int:
-        """Listen; returns the bound port. Not serving until `set_serving(True)`."""
+        """Listen; returns the bound port. Not serving until `set_serving(True)`.
+
+        Raises OctavoError.
+        """
         self._names = [
             service.full_name for file in descriptors for service in file.services_by_name.values()
         ]
@@ -84,11 +92,17 @@ class GrpcServer:
         await self.set_serving(False)
         await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         try:
-            bound = self.server.add_insecure_port(f"{host}:{port}")
+            bound = self._listen(f"{host}:{port}")
         except RuntimeError as error:
             raise OctavoError(f"can't listen on {host}:{port}: {error}") from error
         await self.server.start()
         return bound
+
+    def _listen(self, address: str) -> int:
+        credentials = self._security.server_credentials()
+        if credentials is None:
+            return self.server.add_insecure_port(address)
+        return self.server.add_secure_port(address, credentials)
 
     async def set_serving(self, is_serving: bool) -> None:
         """Readiness of the whole server ("") and of each of its services."""
@@ -115,9 +129,16 @@ def reachable_host(host: str) -> str:
     return socket.gethostbyname(socket.gethostname()) if is_wildcard else host
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A plaintext channel with Octavo's options."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, security: Security = OPEN) -> grpc.aio.Channel:
+    """A channel with Octavo's options; certificates are read anew for each.
+
+    Raises ConfigurationError if they aren't right.
+    """
+    credentials = security.channel_credentials()
+    if credentials is None:
+        return security.sign(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
+    options = [*CHANNEL_OPTIONS, *security.channel_options()]
+    return security.sign(grpc.aio.secure_channel(address, credentials, options=options))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OctavoError) -> NoReturn:

@@ -3,7 +3,8 @@
 Each field made by `setting()` is at once an environment variable (`OCTAVO_` and the field's
 name in capitals) and a command-line flag (`--` and the name with dashes). The flag wins over
 the environment, the environment over the default. A mistake fails at start and names the
-variable. Must not know: any service. Entry points: `add_arguments`, `load`.
+variable. A secret may also be in a file: `OCTAVO_<NAME>_FILE`, `--<name>-file`. Must not know:
+any service. Entry points: `add_arguments`, `load`, `to_flags`, `to_environment`.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigurationError
+from octavo.file_stamp import FileStamp, stamp_of
 
 SettingsT = TypeVar("SettingsT")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -42,6 +44,36 @@ def setting(
 def environment_name(name: str) -> str:
     """`max_num_seqs` -> `OCTAVO_MAX_NUM_SEQS`."""
     return f"OCTAVO_{name.upper()}"
+
+
+class FileSecret(str):
+    """A secret that was read from the file `path`, as it was at `stamp`."""
+
+    __slots__ = ("path", "stamp")
+    path: str
+    stamp: FileStamp
+
+    def __new__(cls, name: str, path: str) -> "FileSecret":
+        """Read `path` for the setting `name`, without line ends at its end.
+
+        Raises ConfigurationError, which doesn't say what is in the file.
+        """
+        variable = f"{environment_name(name)}_FILE"
+        stamp = stamp_of(path)
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read().rstrip("\r\n")
+        except OSError as error:
+            message = f"{variable}={path}: can't be read: {error.strerror}"
+            raise ConfigurationError(message, param=name) from None
+        except ValueError:
+            raise ConfigurationError(f"{variable}={path}: is no UTF-8", param=name) from None
+        if not text.strip():
+            # No secret would mean no protection.
+            raise ConfigurationError(f"{variable}={path}: the file is empty", param=name)
+        secret = super().__new__(cls, text)
+        secret.path, secret.stamp = path, stamp
+        return secret
 
 
 def _parse(name: str, hint: Any, text: str) -> Any:
@@ -99,6 +131,9 @@ def add_arguments(
             flag = f"--{item.name.replace('_', '-')}"
             metavar = item.name.rsplit("_", 1)[-1].upper()
             group.add_argument(flag, dest=item.name, default=None, help=text, metavar=metavar)
+            if item.metadata["secret"]:
+                text = f"file that holds {item.name}"
+                group.add_argument(f"{flag}-file", default=None, help=text, metavar="FILE")
 
 
 def load(
@@ -115,14 +150,34 @@ def load(
     values: dict[str, Any] = {}
     for item in fields(cls):  # type: ignore[arg-type]
         given = (arguments or {}).get(item.name)
-        if given is None:
+        if item.metadata["secret"]:
+            given = _find_secret(item.name, arguments or {}, environ)
+        elif given is None:
             given = environ.get(environment_name(item.name))
         if given is None:
             continue
-        value = _parse(item.name, hints[item.name], given) if isinstance(given, str) else given
+        is_text = isinstance(given, str) and not isinstance(given, FileSecret)
+        value = _parse(item.name, hints[item.name], given) if is_text else given
         _check(item, value)
         values[item.name] = value
     return cls(**values)
+
+
+def _find_secret(name: str, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+    """Flags win over the environment; each may hold the secret or name its file, not both."""
+    variable = environment_name(name)
+    for given, path in (
+        (arguments.get(name), arguments.get(f"{name}_file")),
+        (environ.get(variable), environ.get(f"{variable}_FILE")),
+    ):
+        if given and path:
+            message = f"{variable} and {variable}_FILE: only one of them can be given"
+            raise ConfigurationError(message, param=name)
+        if path:
+            return FileSecret(name, path)
+        if given is not None:
+            return given
+    return None
 
 
 def to_flags(settings: Any, *, only_changed: bool = True) -> list[str]:
@@ -135,6 +190,22 @@ def to_flags(settings: Any, *, only_changed: bool = True) -> list[str]:
         text = ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
         flags += [f"--{item.name.replace('_', '-')}", text]
     return flags
+
+
+def to_environment(settings: Any) -> dict[str, str]:
+    """What gives a child process the secrets of `settings`, which no command line may hold.
+
+    Both variables of each are set: what the child would inherit of them doesn't count.
+    """
+    environ: dict[str, str] = {}
+    for item in fields(settings):
+        if not item.metadata["secret"]:
+            continue
+        value = getattr(settings, item.name)
+        variable = environment_name(item.name)
+        path = value.path if isinstance(value, FileSecret) else ""
+        environ |= {variable: "" if path else value, f"{variable}_FILE": path}
+    return environ
 
 
 @dataclass(frozen=True)
@@ -150,6 +221,18 @@ class CommonSettings:
     )
     fleet: str = setting("default", "name of the fleet (one model) in Redis keys")
     drain_grace_s: float = setting(30.0, "seconds to finish work after SIGTERM", minimum=0)
+    tls_cert: str = setting("", "PEM certificate shown to the other services; empty = plaintext")
+    tls_key: str = setting("", "PEM key of tls_cert")
+    tls_ca: str = setting("", "PEM authorities that signed the other services' certificates")
+    tls_server_name: str = setting(
+        "", "name in the other services' certificates; empty = the host dialled"
+    )
+    internal_token: str = setting(
+        "",
+        "shared by all services and sent on every call; of a comma list the first is sent, each "
+        "is accepted",
+        secret=True,
+    )
     metrics_port: int = setting(
         0, "HTTP port for Prometheus (scheduler, worker); 0 = off", minimum=0, maximum=65535
     )
@@ -176,6 +259,9 @@ class RouterSettings(CommonSettings):
     served_model_name: tuple[str, ...] = setting((), "names that requests may use (comma list)")
     schedulers: tuple[str, ...] = setting((), "static scheduler addresses (comma list)")
     api_keys: str = setting("", "key[:tenant] comma list; empty = open", secret=True)
+    public_tls_cert: str = setting("", "PEM certificate of both doors; empty = plaintext")
+    public_tls_key: str = setting("", "PEM key of public_tls_cert")
+    public_tls_ca: str = setting("", "PEM authorities that clients' certificates must come from")
     share_prefixes: bool = setting(False, "let tenants share cached prefixes")
     tokenizer_threads: int = setting(2, "threads that render and tokenize", minimum=1)
     max_body_bytes: int = setting(16 << 20, "largest HTTP body and gRPC message", minimum=1024)

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import sys
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigurationError, OctavoError
 from octavo.logs import setup_logging
 from octavo.settings import RouterSettings, add_arguments, load
 from octavo_router.wiring import run_router
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
             runner.run(run_router(settings))
     except OctavoError as error:
         log.error("%s", error)
-        return 1
+        return 2 if isinstance(error, ConfigurationError) else 1
     return 0
 
 

@@ -1,29 +1,43 @@
 """API keys: `key[:tenant]`, compared in constant time.
 
+Keys from a file are read again when it changes, so that they rotate without a restart.
 Must not know: HTTP frameworks, grpc. Entry points: `KeyRing.from_setting`,
-`KeyRing.authenticate`.
+`KeyRing.authenticate`, `follow_file`.
 """
 
+import asyncio
 import hmac
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import AuthenticationError, ConfigurationError
+from octavo.file_stamp import stamp_of
+from octavo.settings import FileSecret
 
+log = logging.getLogger(__name__)
 _SCHEME = "bearer"
+_SEPARATORS = re.compile(r"[,\r\n]")
+# Between two looks at the file.
+FOLLOW_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KeyRing:
-    """The accepted keys and whose they are. Empty = the service is open."""
+    """The accepted keys and whose they are, one by one. Empty = the service is open."""
 
     tenants: tuple[tuple[bytes, str], ...]
 
     @classmethod
     def from_setting(cls, text: str) -> "KeyRing":
-        """Parse `key[:tenant],key[:tenant]`. Raises ConfigurationError without the key."""
+        """Parse `key[:tenant],key[:tenant]`, in a file also one a line.
+
+        Raises ConfigurationError without the key.
+        """
         tenants: dict[bytes, str] = {}
-        for position, part in enumerate(filter(None, map(str.strip, text.split(",")))):
+        parts = filter(None, map(str.strip, _SEPARATORS.split(text)))
+        for position, part in enumerate(parts):
             key, _, tenant = part.partition(":")
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigurationError(
@@ -64,3 +78,24 @@ class KeyRing:
         if found is None:
             raise AuthenticationError("the API key is not known here")
         return found
+
+
+async def follow_file(keys: KeyRing, secret: FileSecret, every_s: float = FOLLOW_S) -> None:
+    """Let `keys` be what the file of `secret` says, until cancelled.
+
+    A file that can't be read, is empty or is wrong leaves the keys as they are.
+    """
+    seen = secret.stamp
+    while True:
+        await asyncio.sleep(every_s)
+        stamp = stamp_of(secret.path)
+        if stamp == seen:
+            continue
+        seen = stamp
+        try:
+            tenants = KeyRing.from_setting(FileSecret("api_keys", secret.path)).tenants
+        except ConfigurationError as error:
+            log.error("%s; the keys that were there stay", error.message)
+            continue
+        keys.tenants = tenants
+        log.info("%d API keys read from %s", len(tenants), secret.path)

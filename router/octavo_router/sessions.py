@@ -20,6 +20,7 @@ from octavo.bloom import BloomFilter
 from octavo.errors import OctavoError, UnavailableError
 from octavo.metrics import RouterMetrics
 from octavo.registry import Registry
+from octavo.security import OPEN, Security
 from octavo.serving import open_channel
 from octavo_router.cells import Cell, CellChoice, choose_cell, successor
 from octavo_router.flights import Flight
@@ -58,8 +59,10 @@ class Sessions:
         redial_ms: int,
         max_moves: int,
         metrics: RouterMetrics,
+        security: Security = OPEN,
     ) -> None:
         self._router_id = router_id
+        self._security = security
         self._static = tuple(static)
         self._registry = registry
         self._redial_s = redial_ms / 1000
@@ -225,7 +228,7 @@ class Sessions:
         while True:
             timeout_s = self._redial_s if address in self._held else DIAL_TIMEOUT_S
             try:
-                async with open_channel(address) as channel:
+                async with open_channel(address, self._security) as channel:
                     async with asyncio.timeout(max(timeout_s, 0.01)):
                         session = await open_session(
                             channel, address, self._router_id, self._refused

@@ -23,11 +23,13 @@ from octavo.errors import ConfigurationError
 from octavo.hub import model_name_of, resolve_model
 from octavo.metrics import RouterMetrics
 from octavo.registry import open_registry
+from octavo.security import Security, public_security
 from octavo.serving import GrpcServer, announce_ready, wait_for_signal
-from octavo.settings import RouterSettings
+from octavo.settings import FileSecret, RouterSettings
+from octavo.tls import TlsFiles, https_context
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from octavo_router.app import create_app
-from octavo_router.auth import KeyRing
+from octavo_router.auth import KeyRing, follow_file
 from octavo_router.generation_defaults import load_generation_defaults
 from octavo_router.grpc_api import InferenceServicer
 from octavo_router.grpc_guard import DecodeGuard
@@ -61,6 +63,7 @@ async def run_router(settings: RouterSettings) -> None:
         redial_ms=settings.redial_ms,
         max_moves=settings.max_moves,
         metrics=metrics,
+        security=Security.of(settings),
     )
     with ThreadPoolExecutor(settings.tokenizer_threads, "tokenize") as executor:
         service = Service(
@@ -90,17 +93,22 @@ async def run_router(settings: RouterSettings) -> None:
 async def serve_doors(service: Service) -> None:
     """Listen on HTTP and gRPC, say so, and drain after the first signal."""
     settings = service.settings
+    security = public_security(settings)
     http_socket = bind(settings.host, settings.port, settings.write_stall_s)
     http_port = http_socket.getsockname()[1]
-    http = HttpServer(create_app(service), settings)
-    grpc_server = GrpcServer([DecodeGuard()], max_receive_bytes=settings.max_body_bytes)
+    http = HttpServer(create_app(service), settings, security.tls)
+    grpc_server = GrpcServer(
+        [DecodeGuard()], max_receive_bytes=settings.max_body_bytes, security=security
+    )
     inference_pb2_grpc.add_InferenceServicer_to_server(
         InferenceServicer(service), grpc_server.server
     )
     grpc_port = await grpc_server.start(settings.host, settings.grpc_port, inference_pb2.DESCRIPTOR)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(http.serve([http_socket]))
-        follower = tasks.create_task(_follow_readiness(service, grpc_server))
+        followers = [tasks.create_task(_follow_readiness(service, grpc_server))]
+        if isinstance(settings.api_keys, FileSecret):
+            followers.append(tasks.create_task(follow_file(service.keys, settings.api_keys)))
         await http.is_listening.wait()
         log.info(
             "ready: router http on %s:%d grpc on %s:%d",
@@ -115,7 +123,8 @@ async def serve_doors(service: Service) -> None:
         await wait_for_signal()
         log.info("draining: new requests are refused, running ones finish")
         service.is_draining = True
-        follower.cancel()
+        for follower in followers:
+            follower.cancel()
         await grpc_server.set_serving(False)
         await asyncio.sleep(_UNREADY_S)
         http.should_exit = True
@@ -135,7 +144,7 @@ async def _follow_readiness(service: Service, server: GrpcServer) -> None:
 class HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers and access log."""
 
-    def __init__(self, app: ASGIApp, settings: RouterSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: RouterSettings, tls: TlsFiles | None = None) -> None:
         bounds = Bounds(
             max_header_bytes=settings.max_header_bytes,
             read_timeout_s=settings.read_timeout_s,
@@ -154,6 +163,7 @@ class HttpServer(uvicorn.Server):
             # Longer than clients keep idle connections: it is they who should close them.
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(settings.drain_grace_s)),
+            ssl_context_factory=None if tls is None else lambda *_: https_context(tls),
         )
         super().__init__(config)
         self.is_listening = asyncio.Event()

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from octavo.errors import UnavailableError
 from octavo.metrics import SchedulerMetrics
 from octavo.registry import open_registry
+from octavo.security import Security
 from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
 from octavo.settings import SchedulerSettings
 from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -50,7 +51,8 @@ class SchedulerProcess:
         self._worker_gauges = gauges.WorkerGauges(self.metrics, self.cell)
         self.links: dict[str, WorkerLink] = {}
         self.port = 0
-        self._server = GrpcServer()
+        self._security = Security.of(settings)
+        self._server = GrpcServer(security=self._security)
         self._service = SchedulerService(
             self.cell,
             self.scheduler_id,
@@ -130,7 +132,7 @@ class SchedulerProcess:
             logger.critical("task %s failed", task.get_name(), exc_info=error)
 
     def _lead(self, address: str) -> None:
-        link = WorkerLink(address, self.cell, self.scheduler_id, self._ready.set)
+        link = WorkerLink(address, self.cell, self.scheduler_id, self._ready.set, self._security)
         self.links[address] = link
         self._spawn(address, link.run())
 

@@ -21,6 +21,7 @@ import grpc.aio
 
 from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError
+from octavo.security import OPEN, Security
 from octavo.serving import error_from_rpc, open_channel
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_scheduler import dispatch
@@ -52,8 +53,10 @@ class WorkerLink:
         cell: Cell,
         scheduler_id: str,
         on_attached: Callable[[], None] = lambda: None,
+        security: Security = OPEN,
     ) -> None:
         self.address = address
+        self._security = security
         self.worker_id = ""
         self.boot_id = ""
         self.epoch = 0
@@ -88,7 +91,7 @@ class WorkerLink:
         last_problem = ""
         while not self._is_released:
             try:
-                async with open_channel(self.address) as channel:
+                async with open_channel(self.address, self._security) as channel:
                     await self._lead(worker_pb2_grpc.WorkerStub(channel))
                 problem = "the stream ended"
             except grpc.aio.AioRpcError as error:

@@ -10,9 +10,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx
@@ -23,7 +24,13 @@ from octavo.cli.devices import worker_environments, workers_per_device
 from octavo.cli.ports import check_port_is_free, free_ports
 from octavo.cli.valkey import ValkeyKeeper
 from octavo.hub import cache_folder, model_name_of
-from octavo.settings import RouterSettings, SchedulerSettings, WorkerSettings, to_flags
+from octavo.settings import (
+    RouterSettings,
+    SchedulerSettings,
+    WorkerSettings,
+    to_environment,
+    to_flags,
+)
 
 ResultT = TypeVar("ResultT")
 _POLL_S = 0.05
@@ -88,8 +95,11 @@ class Stack:
         with self._console.waiting():
             ports = await self._until(self._announced())
             host = _ANY_HOST.get(options.router.host, options.router.host)
-            url = f"http://{host}:{ports['port']}"
-            await self._until(self._accepting(url))
+            scheme = "https" if options.router.public_tls_cert else "http"
+            url = f"{scheme}://{host}:{ports['port']}"
+            if not options.router.public_tls_ca:
+                # Else it would want a certificate of ours.
+                await self._until(self._accepting(url))
         name = (options.router.served_model_name or (model_name_of(options.model),))[0]
         return Endpoints(url, f"{host}:{ports['grpc_port']}", name)
 
@@ -122,40 +132,41 @@ class Stack:
 
     def _make_children(self, redis_url: str) -> None:
         options = self._options
-        # Secrets travel in the environment: command lines are everybody's to read.
-        secrets = {"OCTAVO_REDIS_URL": redis_url, "OCTAVO_API_KEYS": options.router.api_keys}
         # Chosen here and kept over restarts, so that peers find each other again.
         ports = free_ports(2 * options.num_workers + 4)
         addresses = [f"127.0.0.1:{ports.pop()}" for _ in range(options.num_workers)]
         scheduler_address = f"127.0.0.1:{ports.pop()}"
         router = replace(
             options.router,
+            redis_url=redis_url,
             model=options.model,
             port=options.router.port or ports.pop(),
             grpc_port=options.router.grpc_port or ports.pop(),
             schedulers=(scheduler_address,),
             served_model_name=options.router.served_model_name or (model_name_of(options.model),),
         )
-        self._add(self._router, "router", "router", router, secrets)
+        self._add(self._router, "router", "router", router)
         scheduler = replace(
             options.scheduler,
+            redis_url=redis_url,
             **_listen_on(scheduler_address, ports.pop()),
             workers=tuple(addresses),
             scheduler_id=options.scheduler.scheduler_id or "scheduler",
         )
-        self._add(self._schedulers, "scheduler", "scheduler", scheduler, secrets)
+        self._add(self._schedulers, "scheduler", "scheduler", scheduler)
         environments = worker_environments(options.num_workers, options.worker.backend)
         shared = workers_per_device(environments)
         for index, (address, environment) in enumerate(zip(addresses, environments, strict=True)):
             name = f"worker-{index}"
             worker = replace(
                 options.worker,
+                redis_url=redis_url,
                 **_listen_on(address, ports.pop()),
                 model=options.model,
                 worker_id=name,
                 memory_utilization=max(0.05, options.worker.memory_utilization / shared),
             )
-            self._add(self._workers, name, "worker", worker, {**secrets, **environment})
+            self._add(self._workers, name, "worker", worker, environment)
 
     def _add(
         self,
@@ -163,9 +174,11 @@ class Stack:
         name: str,
         command: str,
         settings: RouterSettings | SchedulerSettings | WorkerSettings,
-        environment: dict[str, str],
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         assert self._run_folder is not None
+        # Secrets travel in the environment: command lines are everybody's to read.
+        environment = {**to_environment(settings), **environment}
         flags = to_flags(settings, only_changed=False)
         whole = (sys.executable, "-m", "octavo", command, *flags)
         spec = ChildSpec(name, whole, environment)
@@ -197,7 +210,8 @@ class Stack:
     async def _accepting(self, url: str) -> None:
         """Return when the router says that it takes requests."""
         self._console.update("waiting for the router to find the model")
-        async with httpx.AsyncClient(trust_env=False) as client:
+        # Our own child on this machine, whatever name its certificate has.
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
             while True:
                 try:
                     answer = await client.get(f"{url}/readyz", timeout=5.0)
