@@ -26,6 +26,7 @@ from octavo_worker import loading
 from octavo_worker.engine import ENGINE_THREAD
 from octavo_worker.leadership import Leadership, Seat
 from octavo_worker.server import ServedModel, WorkerService
+from octavo_worker.step_profile import write_profile
 
 _logger = logging.getLogger("octavo_worker")
 _DRAIN_POLL_S = 0.05
@@ -107,6 +108,9 @@ class _Process:
             await server.stop(_STOP_GRACE_S)
             if loaded is not None:
                 loaded.engine.close()
+                if settings.profile:
+                    profile = loaded.engine.runner.profile
+                    write_profile(settings.profile, self._worker_id, profile)
 
     async def _announce(self, loaded: loading.Loaded, port: int) -> None:
         settings = self._settings

@@ -20,6 +20,7 @@ from octavo.metrics import WorkerMetrics
 from octavo.settings import WorkerSettings
 from octavo_worker.loading import load
 from octavo_worker.plan import I64, Chunk, Plan, RowAdd, RowEvent, Sampling, StepOutcome
+from octavo_worker.step_profile import write_profile
 
 OnTokens = Callable[[int], None]
 # No plan ends the repeats: the loop itself says when a step runs.
@@ -43,6 +44,7 @@ class BareLoop:
     def __init__(self, settings: WorkerSettings) -> None:
         """Raises ConfigurationError for what can't be loaded."""
         loaded = load(settings, WorkerMetrics(CollectorRegistry()), _raise)
+        self._settings = settings
         self._runner = loaded.engine.runner
         self._max_in_flight = loaded.engine.max_in_flight
         self._capacity = loaded.capacity
@@ -65,6 +67,8 @@ class BareLoop:
         )
         runner = self._runner
         runner.reset()
+        if runner.profile is not None:
+            runner.profile.clear()
         while not batch.is_done:
             plan = None
             can_launch = runner.num_in_flight < self._max_in_flight
@@ -79,6 +83,11 @@ class BareLoop:
         while runner.poll() is not None:
             pass
         return batch.timings
+
+    def write_profile(self) -> None:
+        """The Chrome trace of the last run's steps, if the settings ask for one."""
+        if self._settings.profile:
+            write_profile(self._settings.profile, "bare worker", self._runner.profile)
 
 
 def _raise(reason: str) -> None:

@@ -195,6 +195,8 @@ class Engine:
             sink = self._sink
         if sink is not None:
             sink(outcome)
+        if self._runner.profile is not None:
+            self._runner.profile.note_emitted()
         self._count(outcome)
 
     def _finish_reset(self) -> None:

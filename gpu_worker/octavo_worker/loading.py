@@ -23,6 +23,7 @@ from octavo_worker.models import load_model
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import Runner
 from octavo_worker.spec import Capacity, Spec, kv_scheme_of
+from octavo_worker.step_profile import StepProfile
 from octavo_worker.warm_up import warm_up
 
 _logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ def load(
         on_compiling()
         warm_up(runner, limits, max_num_batched_tokens)
         runner.capture()
+    if settings.profile:
+        runner.profile = StepProfile()
     engine = Engine(
         runner,
         max_in_flight=_MAX_IN_FLIGHT[device.type],

@@ -41,7 +41,8 @@ class PromptDraw(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PendingStep:
     """A launched step. `began`, `done`: where it lies in the stream, None if it was over when
-    launched. Times by perf_counter."""
+    launched. Times by perf_counter: when the plan arrived (None for a repeat), when its launch
+    began, and when the host had launched it."""
 
     step: int
     plan_id: int
@@ -52,8 +53,14 @@ class PendingStep:
     prompt: tuple[PromptDraw, ...]
     began: torch.cuda.Event | None
     done: torch.cuda.Event | None
+    arrived_ns: int | None
     launched_ns: int
-    wait_us: int
+    left_ns: int
+
+    @property
+    def wait_us(self) -> int:
+        """From the plan's arrival to its launch."""
+        return 0 if self.arrived_ns is None else (self.launched_ns - self.arrived_ns) // 1000
 
     def step_us(self) -> int:
         """How long the step took, waiting behind earlier ones not counted."""

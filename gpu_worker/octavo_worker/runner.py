@@ -29,6 +29,7 @@ from octavo_worker.row_limits import RowLimits
 from octavo_worker.rows import RowTensors
 from octavo_worker.sealed_blocks import SealedBlocks
 from octavo_worker.step_inputs import build_step_inputs, decode_step_inputs
+from octavo_worker.step_profile import StepProfile
 from octavo_worker.step_work import StepWork
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -73,6 +74,8 @@ class Runner:
         self._repeat = 0
         self._decode_until = 0
         self.sealed = SealedBlocks(limits.num_blocks)
+        # Set by who wants to know where the time of each step goes.
+        self.profile: StepProfile | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -136,8 +139,9 @@ class Runner:
                 prompt=prompt,
                 began=began,
                 done=self._record_event(),
+                arrived_ns=arrived_ns,
                 launched_ns=launched_ns,
-                wait_us=(launched_ns - arrived_ns) // 1000 if arrived_ns is not None else 0,
+                left_ns=time.perf_counter_ns(),
             )
         )
 
@@ -153,6 +157,8 @@ class Runner:
         step = self._pending.popleft()
         outcome = step.outcome()
         self._book.settle(outcome.rows, outcome.generations, outcome.events)
+        if self.profile is not None:
+            self.profile.note(step)
         return outcome
 
     # Launching ------------------------------------------------------------------------

@@ -349,3 +349,4 @@ class WorkerSettings(CommonSettings):
         3.0, "silence after which another leader may attach", minimum=0.1
     )
     trust_remote_code: bool = setting(False, "run model code shipped with the model")
+    profile: str = setting("", "write a Chrome trace of the last steps to this file at the end")

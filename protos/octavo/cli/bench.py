@@ -19,6 +19,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from octavo.cli.bench_profile import add_clients, report
 from octavo.cli.console import Console
 from octavo.cli.grpc_load import run_grpc
 from octavo.cli.http_load import run_http
@@ -54,7 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     run = bench.run_worker() if arguments.path == "worker" else asyncio.run(bench.run_stack())
     dtype = _dtype_of(config, options.worker.dtype)
     limit = limit_s(config, dtype, requests) if gpu_name() else None
-    record = make_record(run, bench.facts(dtype), limit)
+    steps = None
+    if arguments.profile:
+        steps = report(Path(arguments.profile))
+        add_clients(Path(arguments.profile), run)
+    record = make_record(run, bench.facts(dtype), limit) | ({} if steps is None else steps)
     RichConsole(stderr=True).print(_table(record))
     line = json.dumps(record)
     print(line, flush=True)
@@ -112,6 +117,7 @@ class _Bench:
         for number in range(self._num_runs):
             with _Bar(self._workload, self._requests, number) as advance:
                 runs.append(Run(loop.run(self._requests, sampling, advance)))
+        loop.write_profile()
         return min(runs, key=lambda run: run.wall_s)
 
     async def run_stack(self) -> Run:
@@ -218,12 +224,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--scale", type=float, default=1.0, help="shrink requests and lengths, for CPUs [1]"
     )
     parser.add_argument("--record", metavar="FILE", help="append the JSON line to FILE")
+    # --profile FILE is a setting of the worker's.
     parser.add_argument("--verbose", action="store_true", help="show the services' logs")
     add_stack_arguments(parser)
     return parser.parse_args(argv)
 
 
 def _options(arguments: argparse.Namespace) -> StackOptions:
+    if arguments.profile and (arguments.url or arguments.workers > 1):
+        raise ConfigurationError("--profile shows one worker, in a stack of its own")
     if arguments.scale <= 0:
         raise ConfigurationError(f"--scale {arguments.scale}: must be above 0")
     if arguments.model_shape:
@@ -260,6 +269,10 @@ def _table(record: dict[str, Any]) -> Table:
         values = record[key]
         text = " / ".join(f"{value:.1f}" for value in values.values())
         table.add_row(f"{label} {' / '.join(values)}", f"{text} ms" if values else "-")
+    if "step_ms" in record:
+        text = " / ".join(f"{value:.2f}" for value in record["step_ms"].values())
+        table.add_row(f"step {' / '.join(record['step_ms'])}", f"{text} ms")
+        table.add_row("device idle between steps", f"{100 * record['idle_fraction']:.1f} %")
     fraction = record["limit_fraction"]
     table.add_row("of the card's limit", "-" if fraction is None else f"{100 * fraction:.1f} %")
     return table

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from octavo.chrome_trace import read_events
 from octavo.cli import main as run_cli
 from octavo.cli.bench import _options, _parse
 from octavo.cli.grpc_load import run_grpc
@@ -244,6 +245,8 @@ def test_options_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert _options(_parse(["--port", "9000"])).router.port == 9000
     with pytest.raises(ConfigurationError, match="not both"):
         _options(_parse(["some/model", "--model-shape", "llama8b"]))
+    with pytest.raises(ConfigurationError, match="shows one worker"):
+        _options(_parse(["--profile", "trace.json", "--workers", "2"]))
     with pytest.raises(ConfigurationError, match="must be above 0"):
         _options(_parse(["--scale", "0"]))
 
@@ -265,7 +268,9 @@ def test_a_bare_worker_is_measured_and_recorded(
     record_file = tmp_path / "records.jsonl"
     flags = "--path worker --workload mixed --scale 0.03 --load-format random --max-num-seqs 3"
     flags += " --max-num-batched-tokens 16 --num-kv-blocks 9 --backend cpu --max-model-len 256"
-    arguments = ["bench", *flags.split(), "--record", str(record_file), str(folder)]
+    trace = tmp_path / "trace.json"
+    arguments = ["bench", *flags.split(), "--record", str(record_file), "--profile", str(trace)]
+    arguments.append(str(folder))
     assert run_cli([*arguments, "--sampled"] if sampled else arguments) == 0
     line = capsys.readouterr().out
     record = json.loads(line)
@@ -276,4 +281,8 @@ def test_a_bare_worker_is_measured_and_recorded(
     assert record["out_tok"] == sum(item.num_output_tokens for item in requests)
     assert (record["path"], record["sampled"], record["routers"]) == ("worker", sampled, 0)
     assert record["dtype"] == "float32"
+    processes = [e["args"]["name"] for e in read_events(trace) if e["name"] == "process_name"]
+    assert processes == ["bare worker", "client"]
+    # No step draws more than one token a row, and there are three rows.
+    assert record["num_steps"] >= record["out_tok"] / 3
     assert record["limit_fraction"] is None

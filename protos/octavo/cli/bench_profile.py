@@ -1,0 +1,60 @@
+"""A benchmark's Chrome trace: the worker's lanes, what they say, and the clients beside them.
+
+Must not know: how the worker collected them. Entry points: `report`, `add_clients`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from octavo.chrome_trace import Lane, Span, read_events, write_trace
+from octavo.cli.measurement import Run, percentiles
+
+# More lanes than a screen holds help nobody.
+_MAX_CLIENTS = 8
+# A gap longer than this is no pause between two steps: nothing was there to compute.
+_LONGEST_GAP_US = 50_000.0
+
+
+def report(path: Path) -> dict[str, Any]:
+    """Step times and the device's idle share, from the worker's trace at `path`.
+
+    `idle_fraction` is the time between a step's end and the next one's begin over the time from
+    the first begin to the last end; gaps over 50 ms count as neither.
+    """
+    events = read_events(path)
+    lanes = {event["tid"]: event["args"]["name"] for event in events if _names_lane(event)}
+    steps = [e for e in events if e["ph"] == "X" and lanes[e["tid"]] == "device"]
+    steps.sort(key=lambda event: event["ts"])
+    idle_us = busy_us = 0.0
+    end_us = steps[0]["ts"] if steps else 0.0
+    for step in steps:
+        gap_us = max(0.0, step["ts"] - end_us)
+        idle_us += gap_us if gap_us <= _LONGEST_GAP_US else 0.0
+        busy_us += step["dur"]
+        end_us = max(end_us, step["ts"] + step["dur"])
+    total_us = idle_us + busy_us
+    return {
+        "num_steps": len(steps),
+        "step_ms": percentiles([step["dur"] / 1e3 for step in steps]),
+        "idle_fraction": round(idle_us / total_us, 4) if total_us else 0.0,
+    }
+
+
+def add_clients(path: Path, run: Run) -> None:
+    """Add the frames of the first requests, as their client saw them, to the trace at `path`."""
+    lanes: list[Lane] = []
+    for number, timing in enumerate(run.timings[:_MAX_CLIENTS]):
+        begin_ns, spans = int(1e9 * timing.submitted_s), list[Span]()
+        arrivals_s = [timing.first_s]
+        for gap_s in timing.gaps_s:
+            arrivals_s.append(arrivals_s[-1] + gap_s)
+        for index, arrival_s in enumerate(arrivals_s):
+            end_ns = int(1e9 * arrival_s)
+            spans.append(Span(f"frame {index}", begin_ns, end_ns))
+            begin_ns = end_ns
+        lanes.append(Lane(f"request {number}", tuple(spans)))
+    write_trace(path, "client", lanes, more=read_events(path))
+
+
+def _names_lane(event: dict[str, Any]) -> bool:
+    return event["ph"] == "M" and event["name"] == "thread_name"
