@@ -26,8 +26,8 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint protos check-protos test test-unit test-kernels test-e2e \
-	test-chaos test-slow test-gpu bench serve clean
+.PHONY: help install format lint protos check-protos check-manifests test test-unit test-kernels \
+	test-e2e test-chaos test-slow test-gpu bench serve clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -50,7 +50,7 @@ format: install ## rewrite sources in the house format
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/buf format -w
 
-lint: install check-protos ## ruff, pyright, import rules, buf, stubs up to date
+lint: install check-protos check-manifests ## ruff, pyright, import rules, buf, stubs, manifests
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/lint-imports 
@@ -67,6 +67,14 @@ check-protos: install
 	  diff -u "protos/octavo/v1/$$(basename "$$file")" "$$file" || \
 	    { echo "stubs differ from the protos: run 'make protos'"; exit 1; }; \
 	done
+
+# Documents of Kubernetes' own kinds; what patches make of them is validated by tests/unit/k8s.
+MANIFESTS := $(filter-out %/kustomization.yaml, $(wildcard k8s/base/*.yaml \
+	$(patsubst %,k8s/components/%/*.yaml,autoscaling model-fetch network-policies redis)))
+
+check-manifests: install
+	$(BIN)/yamllint -s .
+	$(BIN)/kubernetes-validate --strict --quiet --no-warn $(MANIFESTS)
 
 test: lint test-unit test-kernels test-e2e test-chaos ## all that needs no card, in minutes
 

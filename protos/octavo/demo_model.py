@@ -41,10 +41,18 @@ def ensure_demo_model(convert: Convert | None = None) -> Path:
     folder = models / DEMO_MODEL_NAME
     if folder.is_dir():
         return folder
-    models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f".{DEMO_MODEL_NAME}.lock"):
-        if not folder.is_dir():
-            _make(folder, convert or _convert)
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f".{DEMO_MODEL_NAME}.lock"):
+            if not folder.is_dir():
+                _make(folder, convert or _convert)
+    except OSError as error:
+        # A volume that is mounted read-only, and that nobody has filled yet.
+        raise ConfigurationError(
+            f"the demo model isn't in {models} yet and can't be made there: {error}; "
+            "OCTAVO_CACHE names another folder",
+            param="model",
+        ) from error
     return folder
 
 

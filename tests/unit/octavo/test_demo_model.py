@@ -43,12 +43,20 @@ def test_a_failed_conversion_leaves_nothing(cache: Path) -> None:
         _fill(gguf, folder)
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigurationError, match="disk full"):
         ensure_demo_model(convert)
     left = [path.name for path in (cache / "models").iterdir() if not path.name.endswith(".lock")]
     assert left == []
     # The next one starts afresh.
     assert (ensure_demo_model(_fill) / "config.json").is_file()
+
+
+def test_says_where_it_can_not_be_made(cache: Path) -> None:
+    """A volume that is mounted read-only and empty; here a file where the folder would be."""
+    (cache / "models").write_text("no folder")
+    with pytest.raises(ConfigurationError, match="OCTAVO_CACHE") as caught:
+        ensure_demo_model(_fill)
+    assert str(cache) in caught.value.message
 
 
 def test_those_who_ask_at_once_wait_for_one_conversion() -> None:
