@@ -26,8 +26,8 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint protos check-protos check-manifests test test-unit test-kernels \
-	test-e2e test-chaos test-slow test-gpu bench serve clean
+.PHONY: help install format lint protos check-protos docs check-docs check-manifests test \
+	test-unit test-kernels test-e2e test-chaos test-slow test-gpu bench serve clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -50,7 +50,7 @@ format: install ## rewrite sources in the house format
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/buf format -w
 
-lint: install check-protos check-manifests ## ruff, pyright, import rules, buf, stubs, manifests
+lint: install check-protos check-docs check-manifests ## ruff, pyright, imports, protos, docs, YAML
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/lint-imports 
@@ -67,6 +67,12 @@ check-protos: install
 	  diff -u "protos/octavo/v1/$$(basename "$$file")" "$$file" || \
 	    { echo "stubs differ from the protos: run 'make protos'"; exit 1; }; \
 	done
+
+docs: install ## write the API's reference pages, router/API.md and protos/API.md
+	$(BIN)/python -m tests.reference
+
+check-docs: install
+	$(BIN)/python -m tests.reference --check
 
 # Documents of Kubernetes' own kinds; what patches make of them is validated by tests/unit/k8s.
 MANIFESTS := $(filter-out %/kustomization.yaml, $(wildcard k8s/base/*.yaml \

@@ -332,7 +332,17 @@ def describe(app: FastAPI) -> None:
             components.setdefault("schemas", {}).update(definitions["$defs"])
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}, {}]
+            _drop_validation_errors(document)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _drop_validation_errors(document: dict[str, Any]) -> None:
+    """FastAPI's own 422: no route gives it."""
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
