@@ -16,9 +16,10 @@ from octavo_scheduler.block_pool import BlockPool, BlockState
 
 MAX_CELLS = 512
 # Blocks looked at for one map, and between two turns of the event loop (some 0.2 ms).
-MAX_BLOCKS = 16_384
-_SLICE_BLOCKS = 4096
+MAX_BLOCKS = 8192
+_SLICE_BLOCKS = 2048
 # A cell's share of a state is a hexadecimal digit.
+_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 _FULL = 15
 
 
@@ -55,7 +56,7 @@ def _cells(states: npt.NDArray[np.uint8]) -> dict[str, str]:
     shares: Any = np.rint(counts * _FULL / counts.sum(axis=1, keepdims=True)).astype(int)
     shares = np.maximum(shares, counts > 0)
     return {
-        state.name.lower(): "".join(f"{share:x}" for share in shares[:, state])
+        state.name.lower(): _DIGITS[shares[:, state]].tobytes().decode()
         for state in BlockState
         if state is not BlockState.FREE
     }

@@ -293,7 +293,7 @@ def test_a_map_is_bounded_however_large_the_pool(num_usable: int) -> None:
     pool.states_of = states_of  # type: ignore[method-assign]
     drawn = draw(pool)
     assert sum(looks) <= MAX_BLOCKS
-    assert max(looks) <= 4096
+    assert max(looks) <= 2048
     assert {len(cells) for cells in drawn.cells.values()} == {min(num_usable, MAX_CELLS)}
     assert drawn.num_shared == pytest.approx(num_usable // 2, rel=0.01, abs=1)
 
