@@ -275,6 +275,7 @@ class RouterSettings(CommonSettings):
     request_timeout_s: float = setting(0.0, "default deadline of a request; 0 = none", minimum=0)
     redial_ms: int = setting(200, "time to re-dial a lost scheduler", minimum=0)
     max_moves: int = setting(2, "re-submissions of a request after lost schedulers", minimum=0)
+    ui: bool = setting(True, "serve the status page at /ui")
     trust_remote_code: bool = setting(False, "run tokenizer code shipped with the model")
     trust_request_chat_template: bool = setting(
         False, "let requests bring their own chat_template, a program that runs sandboxed"

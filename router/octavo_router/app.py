@@ -21,7 +21,7 @@ from octavo.errors import (
     NotFoundError,
     OctavoError,
 )
-from octavo_router.edge import FAILURE, Edge, error_headers
+from octavo_router.edge import FAILURE, OPEN_PATHS, Edge, error_headers
 from octavo_router.fields import Fields, as_token_ids, refuse
 from octavo_router.http_body import read_object
 from octavo_router.http_generate import answer_chat, answer_completion
@@ -38,6 +38,8 @@ from octavo_router.openai_schema import (
 from octavo_router.prompts import MAX_TEXT_CHARS
 from octavo_router.requests import Prompt, TextPrompt, parse_chat_prompt
 from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
+from octavo_router.status_page import OPEN_PATHS as STATUS_PATHS
+from octavo_router.status_page import add_status_page
 from octavo_router.unsupported import refuse_unsupported
 
 MAX_DETOKENIZE_IDS = 1 << 20
@@ -54,7 +56,10 @@ def create_app(service: Service) -> ASGIApp:
     _add_text_routes(app, service)
     _add_generation_routes(app, service)
     describe(app)
-    return Edge(app, service.keys)
+    if not service.settings.ui:
+        return Edge(app, service.keys)
+    add_status_page(app, service)
+    return Edge(app, service.keys, OPEN_PATHS | STATUS_PATHS)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

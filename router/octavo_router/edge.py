@@ -1,15 +1,15 @@
 """The outermost ASGI layer: CORS, API keys, request ids, and the last line of defence.
 
 A browser's preflight (OPTIONS) needs no key; every other path does, except those that probes
-and scrapers read. Whatever goes wrong below leaves as an OpenAI-shaped error with all of these
-headers. HEAD is answered as GET is, without its body. Must not know: endpoints.
-Entry point: `Edge`.
+and scrapers read, and the files of the status page. Whatever goes wrong below leaves as an
+OpenAI-shaped error with all of these headers. HEAD is answered as GET is, without its body. Must
+not know: endpoints. Entry point: `Edge`.
 """
 
 import json
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,9 +56,10 @@ def trace_of(error: BaseException) -> str:
 class Edge:
     """Wraps the whole application."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Set[str] = OPEN_PATHS) -> None:
         self.app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +84,7 @@ class Edge:
             await send(message)
 
         try:
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in self._open_paths:
                 tenant = self._keys.authenticate([v for k, v in headers if k == b"authorization"])
                 scope["octavo.tenant"] = tenant
             scope[SERVER_SEND] = send

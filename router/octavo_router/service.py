@@ -14,6 +14,7 @@ from octavo.settings import RouterSettings
 from octavo_router.auth import KeyRing
 from octavo_router.fields import show
 from octavo_router.generation_defaults import GenerationDefaults
+from octavo_router.live_feed import LiveFeed
 from octavo_router.pipeline import Pipeline
 from octavo_router.requests import RequestRules
 from octavo_router.sessions import Sessions
@@ -34,6 +35,7 @@ class Service:
     keys: KeyRing
     metrics: RouterMetrics
     registry: CollectorRegistry
+    feed: LiveFeed
     created_s: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,22 @@ class Session:
             return
         cancel = to_cancel(flight.handle, index, reason, num_kept)
         self._post(scheduler_pb2.SchedulerSessionRequest(cancel=cancel))
+
+    async def watch(self, interval_ms: int) -> AsyncIterator[bytes]:
+        """Pictures of the cell (UTF-8 JSON) for live views, while the scheduler lives.
+
+        Raises grpc.RpcError, UnavailableError.
+        """
+        call = self._stub.Watch(scheduler_pb2.SchedulerWatchRequest(interval_ms=interval_ms))
+        try:
+            async for response in call:
+                yield response.picture_json
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            raise UnavailableError(f"scheduler {self.address} cancelled Watch") from None
+        finally:
+            call.cancel()
 
     def _post(self, message: scheduler_pb2.SchedulerSessionRequest) -> None:
         self._outbox.append(message)

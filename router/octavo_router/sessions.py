@@ -61,7 +61,7 @@ class Sessions:
         metrics: RouterMetrics,
         security: Security = OPEN,
     ) -> None:
-        self._router_id = router_id
+        self.router_id = router_id
         self._security = security
         self._static = tuple(static)
         self._registry = registry
@@ -100,6 +100,10 @@ class Sessions:
     def is_ready(self) -> bool:
         """At least one scheduler takes new requests."""
         return any(not session.load.is_draining for session in self._ready.values())
+
+    def connected(self) -> list[Session]:
+        """The sessions that live now."""
+        return list(self._ready.values())
 
     @property
     def model(self) -> ServedModel | None:
@@ -231,7 +235,7 @@ class Sessions:
                 async with open_channel(address, self._security) as channel:
                     async with asyncio.timeout(max(timeout_s, 0.01)):
                         session = await open_session(
-                            channel, address, self._router_id, self._refused
+                            channel, address, self.router_id, self._refused
                         )
                     started_at = loop.time()
                     was_connected = True

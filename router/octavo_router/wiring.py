@@ -34,6 +34,7 @@ from octavo_router.generation_defaults import load_generation_defaults
 from octavo_router.grpc_api import InferenceServicer
 from octavo_router.grpc_guard import DecodeGuard
 from octavo_router.http_connection import Bounds, HttpConnection
+from octavo_router.live_feed import LiveFeed
 from octavo_router.pipeline import Pipeline
 from octavo_router.service import Service
 from octavo_router.sessions import Sessions
@@ -80,6 +81,7 @@ async def run_router(settings: RouterSettings) -> None:
             keys=KeyRing.from_setting(settings.api_keys),
             metrics=metrics,
             registry=collectors,
+            feed=LiveFeed(sessions.connected),
         )
         await registry.start()
         await sessions.start()
@@ -125,6 +127,7 @@ async def serve_doors(service: Service) -> None:
         service.is_draining = True
         for follower in followers:
             follower.cancel()
+        service.feed.close()
         await grpc_server.set_serving(False)
         await asyncio.sleep(_UNREADY_S)
         http.should_exit = True

@@ -36,6 +36,7 @@ class Entry:
     """One sequence that got a row, or ended without one. Times in seconds; None = not yet."""
 
     sequence: Sequence | None  # None: it ended, the numbers are final
+    serial: int
     request_id: str
     index: int
     num_prompt_tokens: int
@@ -169,6 +170,7 @@ class Chronicle:
             request = sequence.request
             entry = self._entries[key] = Entry(
                 sequence,
+                request.serial,
                 request.submission.request_id,
                 sequence.index,
                 request.num_prompt_tokens,

@@ -59,7 +59,7 @@ async def picture_of(
         "num_moves": _total(metrics.moves),
         "outcomes": _totals(metrics.outcomes, "outcome"),
         "workers": workers,
-        "requests": [_request(cell, entry) for entry in chronicle.entries],
+        "requests": [_request(cell, entry, now) for entry in chronicle.entries],
     }
 
 
@@ -122,7 +122,7 @@ def _missing(
     return missing
 
 
-def _request(cell: Cell, entry: Entry) -> dict[str, Any]:
+def _request(cell: Cell, entry: Entry, now: float) -> dict[str, Any]:
     num_generated = entry.num_generated
     phase = "ended"
     if (sequence := entry.sequence) is not None:
@@ -133,8 +133,10 @@ def _request(cell: Cell, entry: Entry) -> dict[str, Any]:
             num_generated = int(rows.known[sequence.row]) - entry.num_prompt_tokens
             phase = "decode" if rows.decoding[sequence.row] else "prefill"
     return {
+        "serial": entry.serial,
         "request_id": entry.request_id,
         "index": entry.index,
+        "age_s": round(now - entry.arrival, 1),
         "phase": phase,
         "worker_id": entry.worker_id,
         "why": entry.why.value if entry.why else None,

@@ -10,6 +10,7 @@ after a move the next scheduler goes on with the very same ids.
 
 import argparse
 import asyncio
+import json
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -114,6 +115,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.is_silent = False
         self.prompt_logprobs_per_batch = 4
         self.reject: common_pb2.Error | None = None
+        # What Watch says, how many watch now, and how many ever began to.
+        self.picture: dict[str, Any] = {"workers": []}
+        self.num_watching = 0
+        self.num_watches = 0
         self.address = ""
         self._sessions: list[_Session] = []
         self._has_work = asyncio.Event()
@@ -211,6 +216,21 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self._sessions.remove(session)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+    async def Watch(  # noqa: N802
+        self,
+        request: scheduler_pb2.SchedulerWatchRequest,
+        context: Any,  # noqa: ARG002
+    ) -> AsyncIterator[scheduler_pb2.SchedulerWatchResponse]:
+        self.num_watches += 1
+        self.num_watching += 1
+        try:
+            while True:
+                picture = json.dumps(self.picture).encode()
+                yield scheduler_pb2.SchedulerWatchResponse(picture_json=picture)
+                await asyncio.sleep(request.interval_ms / 1000)
+        finally:
+            self.num_watching -= 1
 
     async def _read(self, session: _Session, requests: AsyncIterator[Request]) -> None:
         async for request in requests:

@@ -27,6 +27,7 @@ from octavo_router.auth import KeyRing
 from octavo_router.generation_defaults import GenerationDefaults
 from octavo_router.grpc_api import InferenceServicer
 from octavo_router.grpc_guard import DecodeGuard
+from octavo_router.live_feed import LiveFeed
 from octavo_router.pipeline import Pipeline
 from octavo_router.service import Service
 from octavo_router.sessions import Sessions
@@ -149,6 +150,7 @@ async def _start(
         keys=KeyRing.from_setting(config.api_keys),
         metrics=metrics,
         registry=collectors,
+        feed=LiveFeed(sessions.connected),
     )
     await sessions.start()
     stack.push_async_callback(sessions.close)
