@@ -104,6 +104,12 @@ class OverloadedError(OctavoError):
     kind = ErrorKind(8, 429, "rate_limit_error", "overloaded")
 
 
+class RateLimitError(OctavoError):
+    """The tenant's quota is used up; `retry_after_ms` None = the request never fits into it."""
+
+    kind = ErrorKind(8, 429, "rate_limit_error", "rate_limit_exceeded")
+
+
 class UnavailableError(OctavoError):
     """No worker or scheduler can serve now (starting, draining, lost)."""
 

@@ -1,8 +1,8 @@
 """Every Redis key of Octavo, in one place.
 
 The fleet's name is the hash tag (`{fleet}`), so all keys of a fleet lie in one slot of a Redis
-Cluster and scripts may touch several of them. Must not know: clients, records. Entry point:
-`FleetKeys`.
+Cluster and scripts may touch several of them. Must not know: clients, records. Entry points:
+`FleetKeys`, `bucket_key`.
 """
 
 from dataclasses import dataclass
@@ -70,6 +70,11 @@ class FleetKeys:
 
     def _key(self, kind: str, name: str) -> str:
         return f"octavo:{{{self.fleet}}}:{kind}:{name}"
+
+
+def bucket_key(tenant: str) -> str:
+    """Hash, written by routers' script: what is left of the tenant's quotas, over all fleets."""
+    return f"octavo:{{{tenant}}}:bucket"
 
 
 def format_member(member: Member) -> str:

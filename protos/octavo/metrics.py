@@ -105,6 +105,10 @@ class RouterMetrics(_Metrics):
             "router_moves_total", "Requests submitted again after a scheduler was lost"
         )
         self.sessions = self._gauge("router_sessions", "Schedulers connected")
+        self.quota_refusals = self._counter(
+            "quota_refusals_total", "Requests refused by their tenant's quota"
+        )
+        self.redis_lag = self._redis_lag()
 
 
 class SchedulerMetrics(_Metrics):

@@ -262,6 +262,9 @@ class RouterSettings(CommonSettings):
     public_tls_cert: str = setting("", "PEM certificate of both doors; empty = plaintext")
     public_tls_key: str = setting("", "PEM key of public_tls_cert")
     public_tls_ca: str = setting("", "PEM authorities that clients' certificates must come from")
+    tenant_quotas: tuple[str, ...] = setting(
+        (), "tenant=60r/m:100000t/m comma list: requests, tokens per minute; * = others"
+    )
     share_prefixes: bool = setting(False, "let tenants share cached prefixes")
     tokenizer_threads: int = setting(2, "threads that render and tokenize", minimum=1)
     max_body_bytes: int = setting(16 << 20, "largest HTTP body and gRPC message", minimum=1024)

@@ -20,6 +20,8 @@ from octavo_router.requests import clean_request_id
 from octavo_router.sse import SERVER_SEND
 
 log = logging.getLogger(__name__)
+# The scope's entry for a function: headers that tell a tenant what is left of its quota.
+QUOTA_HEADERS = "octavo.quota_headers"
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 CORS_HEADERS = (
     (b"access-control-allow-origin", b"*"),
@@ -80,7 +82,9 @@ class Edge:
                 is_started = True
                 # A body may have brought an id of its own by now.
                 extra = _extra_headers(scope["octavo.request_id"])
-                message["headers"] = [*message.get("headers", ()), *extra]
+                quota = scope[QUOTA_HEADERS]() if QUOTA_HEADERS in scope else {}
+                more = [(name.encode(), text.encode()) for name, text in quota.items()]
+                message["headers"] = [*message.get("headers", ()), *extra, *more]
             await send(message)
 
         try:

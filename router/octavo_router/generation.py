@@ -24,6 +24,7 @@ from octavo_router.flights import (
     SequenceState,
     TokenLogprob,
 )
+from octavo_router.meter import Charge
 from octavo_router.outcomes import RequestRecord
 from octavo_router.stop_strings import StopStrings
 from octavo_router.tokenizer import Tokenizer
@@ -141,7 +142,8 @@ class ScoringChoice(Choice):
 class Generation:
     """All choices of a request, prompt-major: choice = prompt * n + sequence.
 
-    `is_scoring`: no tokens were asked for. `hidden_ids`: ids that end a choice and aren't shown.
+    `is_scoring`: no tokens were asked for. `charge`: settled at the end. `hidden_ids`: ids that end
+    a choice and aren't shown.
     """
 
     def __init__(
@@ -155,10 +157,12 @@ class Generation:
         *,
         options: AnswerOptions = DEFAULT_OPTIONS,
         is_scoring: bool = False,
+        charge: Charge | None = None,
     ) -> None:
         self.flights = flights
         self._inbox = inbox
         self._record = record
+        self._charge = charge
         sequences = [sequence for flight in flights for sequence in flight.sequences]
         sampling = flights[0].order.sampling
         self.hidden_ids = frozenset(() if options.include_stop else sampling.stop_token_ids)
@@ -291,6 +295,11 @@ class Generation:
             sum(flight.num_cached_tokens or 0 for flight in self.flights),
         )
 
+    def _num_used_tokens(self) -> int:
+        """Prompts that got a row, and all that was generated."""
+        prompts = (f.order.token_ids for f in self.flights if f.num_cached_tokens is not None)
+        return sum(map(len, prompts)) + self.usage().completion_tokens
+
     def close(self) -> None:
         """Nobody will ask again. What still runs is cancelled; safe to call twice."""
         if self._is_closed:
@@ -298,6 +307,8 @@ class Generation:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._charge is not None:
+            self._charge.settle(self._num_used_tokens())
         if not self.is_finished:
             # A gRPC client that reached its deadline may be gone before the timer fires.
             is_late = self._deadline is not None and self._deadline - self._loop.time() < _NEAR_S

@@ -26,6 +26,7 @@ from octavo_router.completions import (
     completion_body,
     parse_completion,
 )
+from octavo_router.edge import QUOTA_HEADERS
 from octavo_router.fields import Fields, refuse
 from octavo_router.generation import Generation, Usage
 from octavo_router.http_body import read_object
@@ -114,6 +115,9 @@ async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
         # Unnamed: a large body isn't kept while the answer is made.
         limit = service.settings.max_body_bytes
         call = _parse(service, request, kind, await read_object(request, limit))
+        meter = service.quotas and service.quotas.meter(call.request.tenant)
+        if meter is not None:
+            request.scope[QUOTA_HEADERS] = meter.headers
         generation = await service.pipeline.start(call.request, record)
         try:
             if call.request.is_stream:

@@ -7,7 +7,13 @@ import time
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from octavo.errors import CancelledError, DeadlineError, InvalidRequestError, OctavoError
+from octavo.errors import (
+    CancelledError,
+    DeadlineError,
+    InvalidRequestError,
+    OctavoError,
+    RateLimitError,
+)
 from octavo.metrics import RouterMetrics
 from octavo_router.flights import Finish
 from octavo_router.requests import Endpoint
@@ -84,6 +90,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self.end("length" if Finish.LENGTH in finishes else "stop")
 
     def fail(self, error: BaseException) -> None:
+        if isinstance(error, RateLimitError) and not self._is_ended:
+            self._metrics.quota_refusals.inc()
         self.end(outcome_of(error))
 
     def end(self, outcome: str) -> None:

@@ -31,6 +31,7 @@ from octavo.errors import InvalidRequestError
 from octavo_router.cells import Cell, CellChoice, choose_cell
 from octavo_router.flights import Flight, Inbox, PromptEcho, PromptOrder, ResolvedSampling
 from octavo_router.generation import Generation
+from octavo_router.meter import Charge
 from octavo_router.outcomes import RequestRecord
 from octavo_router.prompts import (
     check_length,
@@ -42,6 +43,7 @@ from octavo_router.prompts import (
     resolve_sampling,
     truncate,
 )
+from octavo_router.quotas import Quotas
 from octavo_router.requests import ChatPrompt, GenerateRequest, Prompt
 from octavo_router.served_model import PromptHashes, ServedModel
 from octavo_router.sessions import Sessions
@@ -70,11 +72,13 @@ class Pipeline:
         sessions: Sessions,
         executor: Executor,
         share_prefixes: bool,
+        quotas: Quotas | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.sessions = sessions
         self._executor = executor
         self._share_prefixes = share_prefixes
+        self._quotas = quotas
 
     async def start(self, request: GenerateRequest, record: RequestRecord) -> Generation:
         """Tokenize, hash, choose a cell and submit; the caller must `close` the result.
@@ -90,6 +94,29 @@ class Pipeline:
             raise InvalidRequestError(
                 f"n times prompts must be at most {MAX_CHOICES}, got {num_choices}", param="n"
             )
+        charge = self._charge(request)
+        try:
+            return await self._start(request, record, deadline, num_choices, charge)
+        except BaseException:
+            if charge is not None:
+                charge.cancel()
+            raise
+
+    def _charge(self, request: GenerateRequest) -> Charge | None:
+        """Count the request. Raises RateLimitError if its tenant's quota is used up."""
+        meter = None if self._quotas is None else self._quotas.meter(request.tenant)
+        return None if meter is None else meter.begin()
+
+    async def _start(
+        self,
+        request: GenerateRequest,
+        record: RequestRecord,
+        deadline: float | None,
+        num_choices: int,
+        charge: Charge | None,
+    ) -> Generation:
+        fields = request.fields
+        sampling = fields.sampling
         model = await self.sessions.wait_ready()
         salt = salt_of(None if self._share_prefixes else request.tenant or None, fields.cache_salt)
         started_at = time.perf_counter()
@@ -97,6 +124,8 @@ class Pipeline:
         prepared = await self._in_thread(self._prepare, request, model, salt, cells)
         num_prompt_tokens = sum(len(item.token_ids) for item in prepared)
         record.prompt(num_prompt_tokens, time.perf_counter() - started_at)
+        if charge is not None:
+            charge.take_tokens(num_prompt_tokens + (sampling.max_tokens or 0) * num_choices)
         inbox = Inbox()
         flights: list[Flight] = []
         for item in prepared:
@@ -126,6 +155,7 @@ class Pipeline:
             deadline,
             options=fields.answer,
             is_scoring=sampling.max_tokens == 0,
+            charge=charge,
         )
         try:
             for flight, item in zip(flights, prepared, strict=True):

@@ -16,6 +16,7 @@ from octavo_router.fields import show
 from octavo_router.generation_defaults import GenerationDefaults
 from octavo_router.live_feed import LiveFeed
 from octavo_router.pipeline import Pipeline
+from octavo_router.quotas import Quotas
 from octavo_router.requests import RequestRules
 from octavo_router.sessions import Sessions
 
@@ -36,6 +37,7 @@ class Service:
     metrics: RouterMetrics
     registry: CollectorRegistry
     feed: LiveFeed
+    quotas: Quotas | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
 

@@ -36,6 +36,7 @@ from octavo_router.grpc_guard import DecodeGuard
 from octavo_router.http_connection import Bounds, HttpConnection
 from octavo_router.live_feed import LiveFeed
 from octavo_router.pipeline import Pipeline
+from octavo_router.quotas import open_quotas
 from octavo_router.service import Service
 from octavo_router.sessions import Sessions
 from octavo_router.tokenizer import load_tokenizer
@@ -57,8 +58,15 @@ async def run_router(settings: RouterSettings) -> None:
     registry = open_registry(settings.redis_url, settings.fleet)
     collectors = CollectorRegistry()
     metrics = RouterMetrics(collectors)
+    router_id = settings.router_id or f"router-{secrets.token_hex(6)}"
+    # A router that comes back under its name counts from 0 again.
+    quotas = open_quotas(
+        settings.tenant_quotas, settings.redis_url, f"{router_id}-{secrets.token_hex(4)}"
+    )
+    if quotas is not None:
+        metrics.redis_lag.set_function(quotas.lag_s)
     sessions = Sessions(
-        router_id=settings.router_id or f"router-{secrets.token_hex(6)}",
+        router_id=router_id,
         static=settings.schedulers,
         registry=registry,
         redial_ms=settings.redial_ms,
@@ -76,18 +84,24 @@ async def run_router(settings: RouterSettings) -> None:
                 sessions=sessions,
                 executor=executor,
                 share_prefixes=settings.share_prefixes,
+                quotas=quotas,
             ),
             sessions=sessions,
             keys=KeyRing.from_setting(settings.api_keys),
             metrics=metrics,
             registry=collectors,
             feed=LiveFeed(sessions.connected),
+            quotas=quotas,
         )
         await registry.start()
         await sessions.start()
+        if quotas is not None:
+            await quotas.start()
         try:
             await serve_doors(service)
         finally:
+            if quotas is not None:
+                await quotas.close()
             await sessions.close()
             await registry.close()
 

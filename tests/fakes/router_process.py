@@ -7,6 +7,7 @@ async with running_router(fake) as router:
 import asyncio
 import contextlib
 import json
+import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from octavo_router.grpc_api import InferenceServicer
 from octavo_router.grpc_guard import DecodeGuard
 from octavo_router.live_feed import LiveFeed
 from octavo_router.pipeline import Pipeline
+from octavo_router.quotas import open_quotas
 from octavo_router.service import Service
 from octavo_router.sessions import Sessions
 from octavo_router.wiring import HttpServer, bind
@@ -135,6 +137,10 @@ async def _start(
         max_moves=config.max_moves,
         metrics=metrics,
     )
+    quotas = open_quotas(config.tenant_quotas, config.redis_url, f"router-{secrets.token_hex(4)}")
+    if quotas is not None:
+        await quotas.start()
+        stack.push_async_callback(quotas.close)
     executor = stack.enter_context(ThreadPoolExecutor(1))
     service = Service(
         settings=config,
@@ -145,12 +151,14 @@ async def _start(
             sessions=sessions,
             executor=executor,
             share_prefixes=config.share_prefixes,
+            quotas=quotas,
         ),
         sessions=sessions,
         keys=KeyRing.from_setting(config.api_keys),
         metrics=metrics,
         registry=collectors,
         feed=LiveFeed(sessions.connected),
+        quotas=quotas,
     )
     await sessions.start()
     stack.push_async_callback(sessions.close)
