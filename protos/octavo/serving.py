@@ -125,8 +125,14 @@ def reachable_host(host: str) -> str:
     A wildcard becomes this machine's own address: its name would mean nothing to most others
     (the name of a Kubernetes pod has no DNS record).
     """
-    is_wildcard = host in ("", "0.0.0.0", "::", "[::]")
-    return socket.gethostbyname(socket.gethostname()) if is_wildcard else host
+    if host not in ("", "0.0.0.0", "::", "[::]"):
+        return host
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        # A laptop may not know its own name; another machine then has to.
+        return name
 
 
 def open_channel(address: str, security: Security = OPEN) -> grpc.aio.Channel:

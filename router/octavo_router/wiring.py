@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _MAX_FILES = 1 << 16
+# What macOS takes in any case (its OPEN_MAX).
+_SURE_FILES = 10_240
 # Files that are no HTTP connections: gRPC clients and sessions, sockets, libraries.
 _OTHER_FILES = 256
 # After SIGTERM: time for load balancers to see that this router isn't ready any more.
@@ -198,11 +200,17 @@ class HttpServer(uvicorn.Server):
 def raise_file_limit() -> int:
     """Allow this process all the open files that it may have; how many. A connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return wanted if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_FILES
+    for wanted in (_MAX_FILES, _SURE_FILES):
+        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        if soft >= limit:
+            return soft
+        # macOS calls its limit infinite and takes less.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            return limit
+    return soft
 
 
 def bind(host: str, port: int, stall_s: float) -> socket.socket:

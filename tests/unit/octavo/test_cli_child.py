@@ -150,7 +150,8 @@ def test_long_lines_and_broken_bytes_do_not_stop_the_log(tmp_path: Path) -> None
     assert [line for _, line in log.lines][-2:] == ["caf\ufffd", "100 %"]
 
 
-def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("platform", [sys.platform, "darwin"])
+def test_a_child_dies_with_its_parent(platform: str, tmp_path: Path) -> None:
     """kill -9 of the parent: no signal handler of its can tell the child."""
     service = tmp_path / "octavo_sleeper.py"
     service.write_text(
@@ -159,13 +160,15 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     )
     parent = (
         "import os, subprocess, sys, time\n"
-        "code = 'from octavo.cli.main import COMMANDS, Command, main;'"
+        "code = 'import os, sys; sys.platform = os.environ[\"PLATFORM\"];'"
+        "'from octavo.cli.main import COMMANDS, Command, main;'"
         ' \'COMMANDS["sleep"] = Command("octavo_sleeper", "", ""); main(["sleep"])\'\n'
         f"env = {{**os.environ, {DIE_WITH_PARENT!r}: str(os.getpid())}}\n"
         "subprocess.Popen([sys.executable, '-c', code], env=env)\n"
         "time.sleep(600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "PLATFORM": platform}
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment, text=True
     ) as process:

@@ -131,6 +131,15 @@ def test_a_wildcard_is_announced_as_this_machines_address(host: str) -> None:
     assert socket.inet_aton(address) != socket.inet_aton("0.0.0.0")
 
 
+def test_a_machine_that_does_not_know_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise socket.gaierror(8, "nodename nor servname provided, or not known")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "laptop.local")
+    monkeypatch.setattr(socket, "gethostbyname", fail)
+    assert reachable_host("0.0.0.0") == "laptop.local"
+
+
 def test_reflection_lists_our_services() -> None:
     async def run() -> None:
         async with running() as it:
