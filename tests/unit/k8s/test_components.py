@@ -1,9 +1,11 @@
 """Components: traffic that is allowed, metrics that are scraped and scaled by, certificates."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
 from octavo.metrics import RouterMetrics, SchedulerMetrics, WorkerMetrics
 from tests.unit.k8s.rendering import FOLDERS, FULL, Document, Manifests, container_of, render
@@ -81,17 +83,26 @@ def test_every_port_with_metrics_is_scraped() -> None:
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def _families() -> Iterator[Metric]:
+    for metrics in (RouterMetrics, SchedulerMetrics, WorkerMetrics):
+        yield from metrics(CollectorRegistry()).registry.collect()
+
+
+def known_families() -> set[str]:
+    """The names of metrics, as people say them."""
+    return {family.name for family in _families()}
+
+
 def known_series() -> set[str]:
     """Every series that a service exposes: a family's name with its suffixes."""
-    names: set[str] = set()
-    for metrics in (RouterMetrics, SchedulerMetrics, WorkerMetrics):
-        for family in metrics(CollectorRegistry()).registry.collect():
-            suffixes = {
-                "counter": ("_total",),
-                "histogram": ("_bucket", "_sum", "_count"),
-            }.get(family.type, ("",))
-            names |= {family.name + suffix for suffix in suffixes}
-    return names
+    return {
+        family.name + suffix
+        for family in _families()
+        for suffix in _SUFFIXES.get(family.type, ("",))
+    }
 
 
 def test_workers_are_scaled_by_series_that_exist() -> None:

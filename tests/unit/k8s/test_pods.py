@@ -160,6 +160,17 @@ def test_each_service_has_a_budget_and_spreads(folder: str) -> None:
     manifests = render(folder)
     for name, template in manifests.services():
         assert manifests.get("PodDisruptionBudget", name)["spec"]["maxUnavailable"] == 1
+        # Routers and workers of a lost node come back elsewhere; a scheduler has a successor.
+        vanished = {
+            item["key"]: item["tolerationSeconds"]
+            for item in template["spec"].get("tolerations", ())
+            if item["effect"] == "NoExecute"
+        }
+        if name != "scheduler":
+            assert vanished == {
+                "node.kubernetes.io/unreachable": 30,
+                "node.kubernetes.io/not-ready": 30,
+            }
         keys = [c["topologyKey"] for c in template["spec"]["topologySpreadConstraints"]]
         assert "kubernetes.io/hostname" in keys
 
