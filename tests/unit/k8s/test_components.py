@@ -156,9 +156,9 @@ def test_the_download_fetches_the_model_that_is_served() -> None:
     container = container_of(_pod(manifests, "model-fetch"))
     environ = environment_of(manifests, container)
     served = environment_of(manifests, container_of(_pod(manifests, "worker")))
-    assert container["args"] == ["fetch", "$(OCTAVO_MODEL)"]
-    same = ("OCTAVO_MODEL", "OCTAVO_CACHE", "HF_HOME")
+    assert container["args"] == ["fetch", "$(OCTAVO_MODEL)", "--revision", "$(OCTAVO_REVISION)"]
+    same = ("OCTAVO_CACHE", "HF_HOME", "OCTAVO_MODEL", "OCTAVO_REVISION")
     assert [environ[name] for name in same] == [served[name] for name in same]
     assert (environ["HF_HUB_OFFLINE"], served["HF_HUB_OFFLINE"]) == ("0", "1")
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert all(environ[name].startswith(mounts["model"]) for name in same[1:])
+    assert all(environ[name].startswith(mounts["model"]) for name in same[:2])
