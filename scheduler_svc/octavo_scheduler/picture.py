@@ -124,11 +124,15 @@ def _missing(
 
 def _request(cell: Cell, entry: Entry, now: float) -> dict[str, Any]:
     num_generated = entry.num_generated
+    worker_id, why = entry.worker_id, entry.why
     phase = "ended"
     if (sequence := entry.sequence) is not None:
         num_generated = sequence.num_generated
         phase = "waiting"
-        if sequence.state is State.RUNNING:
+        if sequence.state is State.WAITING:
+            # It came back, and may go elsewhere now.
+            worker_id, why = "", None
+        elif sequence.state is State.RUNNING:
             rows = cell.members.holder_of(sequence).rows
             num_generated = int(rows.known[sequence.row]) - entry.num_prompt_tokens
             phase = "decode" if rows.decoding[sequence.row] else "prefill"
@@ -138,8 +142,8 @@ def _request(cell: Cell, entry: Entry, now: float) -> dict[str, Any]:
         "index": entry.index,
         "age_s": round(now - entry.arrival, 1),
         "phase": phase,
-        "worker_id": entry.worker_id,
-        "why": entry.why.value if entry.why else None,
+        "worker_id": worker_id,
+        "why": why.value if why else None,
         "num_prompt_tokens": entry.num_prompt_tokens,
         "num_cached_tokens": entry.num_cached_tokens,
         "num_generated_tokens": num_generated,

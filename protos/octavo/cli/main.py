@@ -21,6 +21,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("octavo.cli.serve", "serve", "run everything on this machine"),
     "chat": Command("octavo.cli.chat", "client", "talk to a model in the terminal"),
+    "top": Command("octavo.cli.top", "client", "watch running cells in the terminal"),
     "bench": Command("octavo.cli.bench", "serve", "measure a worker, or a whole stack"),
     "bench ablation": Command("octavo.cli.ablation", "serve", "what each idea is worth"),
     "bench serve": Command("octavo.cli.bench_serve", "client", "measure and compare servers"),

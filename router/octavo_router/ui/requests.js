@@ -71,8 +71,8 @@ class Row {
     const texts = [
       id,
       null,
-      request.worker_id || "none",
-      request.why ?? "it ended in the queue",
+      request.worker_id || (request.outcome ? "none" : "…"),
+      request.why ?? (request.outcome ? "ended in the queue" : "waits again"),
       count(request.num_prompt_tokens),
       count(request.num_cached_tokens),
       count(request.num_generated_tokens),

@@ -137,6 +137,8 @@ def test_a_lost_worker_is_shown_as_gone_until_it_is_back_or_forgotten() -> None:
         assert (gone["phase"], gone["loss"]) == ("gone", "crash")
         assert gone["gone_s"] == pytest.approx(1.0)
         assert picture["num_moves"] == 1
+        waiting = request_of(picture, handle)
+        assert (waiting["phase"], waiting["worker_id"], waiting["why"]) == ("waiting", "", None)
         sim.run()
         moved = request_of(watched.picture(), handle)
         assert (moved["worker_id"], moved["num_moves"], moved["outcome"]) == (other, 1, "length")
