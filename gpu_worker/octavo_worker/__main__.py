@@ -12,11 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
-from octavo.errors import ConfigurationError, OctavoError
+from octavo import vllm_metrics
+from octavo.errors import OctavoError
+from octavo.hub import model_name_of
 from octavo.logs import setup_logging
 from octavo.metrics import WorkerMetrics
+from octavo.metrics_http import serve_metrics
 from octavo.registry import Registry, WorkerRecord, open_registry
 from octavo.security import Security
 from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
@@ -66,6 +69,9 @@ class _Process:
         self._metrics = WorkerMetrics(CollectorRegistry())
         self._registry: Registry = open_registry(settings.redis_url, settings.fleet)
         self._metrics.redis_lag.set_function(self._registry.lag_s)
+        if settings.vllm_metrics:
+            names = settings.served_model_name or (model_name_of(settings.model),)
+            vllm_metrics.add_to_worker(self._metrics, lambda: names[0])
         self._record: WorkerRecord | None = None
 
     async def run(self) -> int:
@@ -116,7 +122,7 @@ class _Process:
         settings = self._settings
         metrics_port = settings.metrics_port
         if metrics_port:
-            _serve_metrics(settings, self._metrics)
+            serve_metrics(self._metrics.registry, settings.host, metrics_port)
         self._record = WorkerRecord(
             worker_id=self._worker_id,
             address=f"{reachable_host(settings.host)}:{port}",
@@ -181,16 +187,6 @@ def _in_thread(function: Callable[[], ResultT]) -> "asyncio.Future[ResultT]":
 
     threading.Thread(target=call, name=_LOAD_THREAD, daemon=True).start()
     return asyncio.wrap_future(future)
-
-
-def _serve_metrics(settings: WorkerSettings, metrics: WorkerMetrics) -> None:
-    try:
-        start_http_server(settings.metrics_port, settings.host, metrics.registry)
-    except OSError as error:
-        raise ConfigurationError(
-            f"OCTAVO_METRICS_PORT={settings.metrics_port}: can't listen: {error}",
-            param="metrics_port",
-        ) from error
 
 
 if __name__ == "__main__":

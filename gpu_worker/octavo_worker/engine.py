@@ -54,6 +54,7 @@ class Engine:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_blocks = num_blocks
         self._metrics = metrics
+        metrics.rows.set_function(lambda: runner.num_live_rows)
         self._on_fatal = on_fatal
         self._changed = threading.Condition()
         # Guarded by `_changed`:
@@ -171,8 +172,11 @@ class Engine:
             has_launch = self._plans or self._can_repeat()
             is_launch = has_launch and runner.num_in_flight < self._max_in_flight
             plan, arrived_ns = self._plans.popleft() if is_launch and self._plans else (None, None)
+            num_queued = len(self._plans)
+            last_until = self._plans[-1][0].decode_until if num_queued else None
         if is_launch:
             runner.submit(plan, arrived_ns)
+            self._metrics.plan_lead.observe(max(num_queued, runner.num_steps_left(last_until)))
         if runner.num_in_flight >= self._max_in_flight or not is_launch:
             self._read()
         return True
@@ -213,9 +217,10 @@ class Engine:
         metrics = self._metrics
         metrics.steps.inc()
         metrics.step_time.observe(outcome.step_us / 1e6)
+        metrics.step_gap.observe(outcome.gap_us / 1e6)
+        metrics.step_tokens.observe(outcome.num_prefill_tokens + outcome.num_decode_tokens)
         if outcome.repeat == 0:
             metrics.plan_wait.observe(outcome.wait_us / 1e6)
         metrics.tokens.labels("prefill").inc(outcome.num_prefill_tokens)
         metrics.tokens.labels("decode").inc(outcome.num_decode_tokens)
-        metrics.rows.set(self._runner.num_live_rows)
         metrics.row_errors.inc(len(outcome.faults))

@@ -18,6 +18,7 @@ from octavo.metrics import WorkerMetrics
 from octavo.settings import WorkerSettings
 from octavo_worker.backends import choose_backend
 from octavo_worker.engine import Engine
+from octavo_worker.gpu_readings import gpu_reader
 from octavo_worker.kv_cache import allocate_kv_caches, size_kv_cache
 from octavo_worker.models import load_model
 from octavo_worker.row_book import RowLimits
@@ -79,6 +80,7 @@ def load(
         on_compiling()
         warm_up(runner, limits, max_num_batched_tokens)
         runner.capture()
+    metrics.sample_gpus(gpu_reader(device))
     if settings.profile:
         runner.profile = StepProfile()
     engine = Engine(

@@ -41,8 +41,9 @@ class PromptDraw(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PendingStep:
     """A launched step. `began`, `done`: where it lies in the stream, None if it was over when
-    launched. Times by perf_counter: when the plan arrived (None for a repeat), when its launch
-    began, and when the host had launched it."""
+    launched. `waited_from`: where the step before it ended, None if no row was live in between
+    or the steps have no events; then `gap_ns` counts. Times by perf_counter: when the plan arrived
+    (None for a repeat), when its launch began, and when the host had launched it."""
 
     step: int
     plan_id: int
@@ -53,6 +54,8 @@ class PendingStep:
     prompt: tuple[PromptDraw, ...]
     began: torch.cuda.Event | None
     done: torch.cuda.Event | None
+    waited_from: torch.cuda.Event | None
+    gap_ns: int
     arrived_ns: int | None
     launched_ns: int
     left_ns: int
@@ -61,6 +64,12 @@ class PendingStep:
     def wait_us(self) -> int:
         """From the plan's arrival to its launch."""
         return 0 if self.arrived_ns is None else (self.launched_ns - self.arrived_ns) // 1000
+
+    def gap_us(self) -> int:
+        """How long the device idled before the step although rows were live."""
+        if self.began is None or self.waited_from is None:
+            return self.gap_ns // 1000
+        return int(1000 * self.waited_from.elapsed_time(self.began))
 
     def step_us(self) -> int:
         """How long the step took, waiting behind earlier ones not counted."""
@@ -95,6 +104,7 @@ class PendingStep:
             num_decode_tokens=len(work.decode_rows),
             wait_us=self.wait_us,
             step_us=self.step_us(),
+            gap_us=self.gap_us(),
             prompt_logprobs=tuple(to_prompt_logprobs(*drawn) for drawn in self.prompt),
         )
 

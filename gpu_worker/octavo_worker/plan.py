@@ -189,3 +189,4 @@ class StepOutcome:
     wait_us: int
     step_us: int
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    gap_us: int = 0

@@ -73,6 +73,9 @@ class Runner:
         self._plan_id = 0
         self._repeat = 0
         self._decode_until = 0
+        # Where the last step ended: an event, or a time on a device without any.
+        self._last_done: torch.cuda.Event | None = None
+        self._last_end_ns = 0
         self.sealed = SealedBlocks(limits.num_blocks)
         # Set by who wants to know where the time of each step goes.
         self.profile: StepProfile | None = None
@@ -85,6 +88,11 @@ class Runner:
     @property
     def num_live_rows(self) -> int:
         return self._book.num_live_rows
+
+    def num_steps_left(self, decode_until: int | None = None) -> int:
+        """Steps that the last plan, or one with this `decode_until`, allows from here on."""
+        until = self._decode_until if decode_until is None else decode_until
+        return max(0, until - self._step)
 
     @property
     def can_repeat(self) -> bool:
@@ -107,6 +115,7 @@ class Runner:
         """A new epoch: no rows, steps and plans count from 1. All steps must have been read."""
         assert not self._pending
         self._step = self._plan_id = self._repeat = self._decode_until = 0
+        self._last_done, self._last_end_ns = None, 0
         self._book.clear()
         self._rows.clear()
         self._rules.clear()
@@ -119,6 +128,9 @@ class Runner:
         """
         launched_ns = time.perf_counter_ns()
         began = self._record_event()
+        had_rows = self._book.num_live_rows > 0
+        waited_from = self._last_done if had_rows else None
+        gap_ns = launched_ns - self._last_end_ns if had_rows and self._last_end_ns else 0
         self._step += 1
         faults: tuple[RowFault, ...] = ()
         if plan is None:
@@ -128,6 +140,8 @@ class Runner:
             work, faults = self._apply(plan)
         self.sealed.drop(work.written_blocks)
         draw, prompt = self._run(work) if work.num_tokens else (None, ())
+        self._last_done, left_ns = self._record_event(), time.perf_counter_ns()
+        self._last_end_ns = left_ns if self._last_done is None else 0
         self._pending.append(
             PendingStep(
                 step=self._step,
@@ -138,10 +152,12 @@ class Runner:
                 draw=draw,
                 prompt=prompt,
                 began=began,
-                done=self._record_event(),
+                done=self._last_done,
+                waited_from=waited_from,
+                gap_ns=gap_ns,
                 arrived_ns=arrived_ns,
                 launched_ns=launched_ns,
-                left_ns=time.perf_counter_ns(),
+                left_ns=left_ns,
             )
         )
 

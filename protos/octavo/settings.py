@@ -236,6 +236,10 @@ class CommonSettings:
     metrics_port: int = setting(
         0, "HTTP port for Prometheus (scheduler, worker); 0 = off", minimum=0, maximum=65535
     )
+    vllm_metrics: bool = setting(True, "export metrics under vLLM's names too")
+    served_model_name: tuple[str, ...] = setting(
+        (), "names that requests may use (comma list); the first is the model_name of vllm: metrics"
+    )
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,6 @@ class RouterSettings(CommonSettings):
     router_id: str = setting("", "stable name of this router (empty = random)")
     model: str = setting("", "Hugging Face id or folder of the tokenizer and template")
     revision: str | None = setting(None, "revision of the Hugging Face id")
-    served_model_name: tuple[str, ...] = setting((), "names that requests may use (comma list)")
     schedulers: tuple[str, ...] = setting((), "static scheduler addresses (comma list)")
     api_keys: str = setting("", "key[:tenant] comma list; empty = open", secret=True)
     public_tls_cert: str = setting("", "PEM certificate of both doors; empty = plaintext")

@@ -5,11 +5,11 @@ itself. FastAPI is here for routing and the API document. Must not know: schedul
 Entry point: `create_app`.
 """
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
@@ -21,6 +21,7 @@ from octavo.errors import (
     NotFoundError,
     OctavoError,
 )
+from octavo.metrics_http import exposition
 from octavo_router.edge import FAILURE, OPEN_PATHS, Edge, error_headers
 from octavo_router.fields import Fields, as_token_ids, refuse
 from octavo_router.http_body import read_object
@@ -35,14 +36,19 @@ from octavo_router.openai_schema import (
     describe,
     request_body,
 )
+from octavo_router.outcomes import RequestRecord
 from octavo_router.prompts import MAX_TEXT_CHARS
-from octavo_router.requests import Prompt, TextPrompt, parse_chat_prompt
+from octavo_router.requests import Endpoint, Prompt, TextPrompt, parse_chat_prompt
 from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
 from octavo_router.status_page import OPEN_PATHS as STATUS_PATHS
 from octavo_router.status_page import add_status_page
 from octavo_router.unsupported import refuse_unsupported
 
 MAX_DETOKENIZE_IDS = 1 << 20
+_GENERATION_PATHS = {
+    "/v1/chat/completions": Endpoint.CHAT,
+    "/v1/completions": Endpoint.COMPLETIONS,
+}
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -56,10 +62,18 @@ def create_app(service: Service) -> ASGIApp:
     _add_text_routes(app, service)
     _add_generation_routes(app, service)
     describe(app)
+    on_refused = partial(_count_refused, service)
     if not service.settings.ui:
-        return Edge(app, service.keys)
+        return Edge(app, service.keys, on_refused)
     add_status_page(app, service)
-    return Edge(app, service.keys, OPEN_PATHS | STATUS_PATHS)
+    return Edge(app, service.keys, on_refused, OPEN_PATHS | STATUS_PATHS)
+
+
+def _count_refused(service: Service, path: str) -> None:
+    """A request that the edge refused for its key never reached its endpoint."""
+    endpoint = _GENERATION_PATHS.get(path)
+    if endpoint is not None:
+        RequestRecord(service.metrics, endpoint).end("rejected")
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -115,9 +129,11 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
     app.get("/health", tags=["probes"])(readyz)
 
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Prometheus text."""
-        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Prometheus text, or OpenMetrics (with exemplars) if `Accept` asks for it."""
+        accept = request.headers.get("accept", "")
+        body, media_type = exposition(service.registry, accept)
+        return Response(body, media_type=media_type)
 
     @app.get("/version", tags=["probes"])
     async def version() -> dict[str, str]:

@@ -9,7 +9,7 @@ not know: endpoints. Entry point: `Edge`.
 import json
 import logging
 import traceback
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,11 +56,18 @@ def trace_of(error: BaseException) -> str:
 
 
 class Edge:
-    """Wraps the whole application."""
+    """Wraps the whole application; `on_refused` hears the path of what had no good key."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Set[str] = OPEN_PATHS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        on_refused: Callable[[str], None],
+        open_paths: Set[str] = OPEN_PATHS,
+    ) -> None:
         self.app = app
         self._keys = keys
+        self._on_refused = on_refused
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,6 +104,7 @@ class Edge:
                 scope = {**scope, "method": "GET"}
             await self.app(scope, receive, send_extra)
         except OctavoError as error:
+            self._on_refused(scope["path"])
             await _send_error(send_extra, error)
         except Exception as error:
             log.error("request %s failed: %s", request_id, trace_of(error))

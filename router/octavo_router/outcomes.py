@@ -14,7 +14,8 @@ from octavo.errors import (
     OctavoError,
     RateLimitError,
 )
-from octavo.metrics import RouterMetrics
+from octavo.metric_kinds import Exemplar
+from octavo.metrics import ANSWERED, RouterMetrics
 from octavo_router.flights import Finish
 from octavo_router.requests import Endpoint
 
@@ -43,10 +44,18 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
     """Counts one request from its arrival to its only outcome.
 
     As a context manager it ends the record when an exception passes; a request that goes on
-    past the block ends it itself, with `end`.
+    past the block ends it itself, with `end`. `exemplar`: of its trace, set while that is sampled.
     """
 
-    __slots__ = ("_endpoint", "_is_ended", "_last_at", "_metrics", "_num_tokens", "_started_at")
+    __slots__ = (
+        "_endpoint",
+        "_is_ended",
+        "_last_at",
+        "_metrics",
+        "_num_tokens",
+        "_started_at",
+        "exemplar",
+    )
 
     def __init__(self, metrics: RouterMetrics, endpoint: Endpoint) -> None:
         self._metrics = metrics
@@ -55,6 +64,7 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         self._last_at = 0.0
         self._num_tokens = 0
         self._is_ended = False
+        self.exemplar: Exemplar = None
         metrics.in_flight.inc()
 
     def __exit__(
@@ -69,6 +79,7 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
     def prompt(self, num_tokens: int, tokenize_s: float) -> None:
         """The prompts were rendered and tokenized."""
         self._metrics.prompt_tokens.inc(num_tokens)
+        self._metrics.request_prompt_tokens.observe(num_tokens, self.exemplar)
         self._metrics.tokenize_time.observe(tokenize_s)
 
     def cached(self, num_tokens: int) -> None:
@@ -78,10 +89,10 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         """News of `num_sequences` sequences, `num_tokens` ids in all."""
         now = time.perf_counter()
         if self._num_tokens == 0:
-            self._metrics.time_to_first_token.observe(now - self._started_at)
+            self._metrics.time_to_first_token.observe(now - self._started_at, self.exemplar)
         elif num_tokens:
             gap = now - self._last_at
-            self._metrics.inter_token.observe(gap * num_sequences / num_tokens)
+            self._metrics.inter_token.observe(gap * num_sequences / num_tokens, self.exemplar)
         self._num_tokens += num_tokens
         self._last_at = now
 
@@ -102,5 +113,8 @@ class RequestRecord(AbstractContextManager["RequestRecord"]):
         metrics = self._metrics
         metrics.in_flight.dec()
         metrics.generation_tokens.inc(self._num_tokens)
-        metrics.request_latency.observe(time.perf_counter() - self._started_at)
+        if outcome in ANSWERED:
+            latency_s = time.perf_counter() - self._started_at
+            metrics.request_latency.observe(latency_s, self.exemplar)
+            metrics.request_generation_tokens.observe(self._num_tokens, self.exemplar)
         metrics.requests.labels(self._endpoint.value, outcome).inc()

@@ -19,6 +19,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
+from octavo import vllm_metrics
 from octavo.errors import ConfigurationError
 from octavo.hub import model_name_of, resolve_model
 from octavo.metrics import RouterMetrics
@@ -65,8 +66,11 @@ async def run_router(settings: RouterSettings) -> None:
     quotas = open_quotas(
         settings.tenant_quotas, settings.redis_url, f"{router_id}-{secrets.token_hex(4)}"
     )
-    if quotas is not None:
-        metrics.redis_lag.set_function(quotas.lag_s)
+    writers = [registry.lag_s] if quotas is None else [registry.lag_s, quotas.lag_s]
+    metrics.redis_lag.set_function(lambda: max(lag_s() for lag_s in writers))
+    model_names = settings.served_model_name or (model_name_of(settings.model),)
+    if settings.vllm_metrics:
+        vllm_metrics.add_to_router(metrics, lambda: model_names[0])
     sessions = Sessions(
         router_id=router_id,
         static=settings.schedulers,
@@ -79,7 +83,7 @@ async def run_router(settings: RouterSettings) -> None:
     with ThreadPoolExecutor(settings.tokenizer_threads, "tokenize") as executor:
         service = Service(
             settings=settings,
-            model_names=settings.served_model_name or (model_name_of(settings.model),),
+            model_names=model_names,
             defaults=load_generation_defaults(folder),
             pipeline=Pipeline(
                 tokenizer=tokenizer,

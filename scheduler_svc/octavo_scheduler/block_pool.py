@@ -10,10 +10,14 @@ A cached block keeps its hash in the index until it is allocated for something e
 eviction). Two blocks with one hash: the first is indexed, the other holds no hash and is
 never found. Every operation is O(1) per block.
 
+Evicted hashes are remembered for a while, to tell misses apart: a table of 32-bit tags, one slot
+for each hash modulo its size, where a later eviction overwrites an earlier one.
+
 Must not know: rows, sequences, workers, time. Entry points: `allocate`, `free`, `touch`,
-`match`, `index`, `restore`, `check_integrity`.
+`match`, `num_evicted`, `index`, `restore`, `check_integrity`.
 """
 
+from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -30,6 +34,10 @@ class BlockState(IntEnum):
     SHARED = 3  # used by several block tables
 
 
+# Evictions remembered per block of the pool, at most: 16 bytes each.
+_EVICTED_PER_BLOCK = 4
+
+
 class BlockPool:
     """Blocks 1 .. num_blocks-1; block 0 is the null block and never handed out."""
 
@@ -43,6 +51,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
         self._used = bytearray(num_blocks)
+        self._evicted = array("I", bytes(4 * _EVICTED_PER_BLOCK * num_blocks))
         self._next = [*range(1, num_blocks), 0]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
 
@@ -68,7 +77,9 @@ class BlockPool:
             self._unlink(block)
             self._references[block] = 1
             self._used[block] = 1
-            self.forget(block)
+            if (block_hash := self._hashes[block]) is not None:
+                self._note_eviction(block_hash)
+                self.forget(block)
             blocks.append(block)
         return blocks
 
@@ -104,6 +115,26 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether a prefix can hit the block."""
+        return block_hash in self._index
+
+    def num_evicted(self, hashes: Sequence[bytes], start: int, limit: int) -> int:
+        """How many of `hashes[start:limit]`, from the first on, were here and were evicted.
+
+        A hash that was not seen for long, or never, ends the run.
+        """
+        evicted = self._evicted
+        for i in range(start, min(limit, len(hashes))):
+            slot, tag = divmod(int.from_bytes(hashes[i][:8], "little"), 1 << 32)
+            if evicted[slot % len(evicted)] != tag:
+                return i - start
+        return max(0, min(limit, len(hashes)) - start)
+
+    def _note_eviction(self, block_hash: bytes) -> None:
+        slot, tag = divmod(int.from_bytes(block_hash[:8], "little"), 1 << 32)
+        self._evicted[slot % len(self._evicted)] = tag
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` lie in the free list."""

@@ -20,6 +20,7 @@ from octavo.errors import OctavoError, UnavailableError
 from octavo.metrics import SchedulerMetrics
 from octavo.settings import SchedulerSettings
 from octavo_scheduler import admission, composer, recovery, results
+from octavo_scheduler.accounts import Accounts
 from octavo_scheduler.admission import AdmissionQueue
 from octavo_scheduler.chronicle import Chronicle
 from octavo_scheduler.members import Member, Members, PlanSink
@@ -76,7 +77,8 @@ class Cell:
         self.on_change = on_change
         self.model: ModelSpec | None = None
         self.members = Members()
-        self.book = RequestBook(metrics)
+        self.accounts = Accounts(metrics, clock)
+        self.book = RequestBook(self.accounts)
         self.queue = AdmissionQueue(settings.max_queue_tokens)
         self.is_draining = False
         self._placement = Placement(self.queue, settings, clock, self._on_placed)
@@ -127,7 +129,7 @@ class Cell:
             )
             self.book.end(sequence, FinishReason.ERROR, error)
         for sequence in outcome.moved:
-            self.metrics.moves.inc()
+            self.metrics.moves.labels(loss.value).inc()
             self._queue_again(sequence)
         self.on_change()
 
@@ -301,6 +303,9 @@ class Cell:
 
     def _on_placed(self, sequence: Sequence) -> None:
         now = self.clock()
+        worker = self.members.holder_of(sequence)
+        others = (member.state for member in self.members if member.state is not worker)
+        self.accounts.placed(sequence, worker, others)
         self.book.start(sequence, now)
         if (chronicle := self.book.chronicle) is not None:
             self._chronicle_placed(chronicle, sequence, now)
@@ -315,7 +320,7 @@ class Cell:
             self.book.report_prompt(report)
         self.book.deliver(reading.tokens)
         for sequence in reading.prefilled:
-            self.metrics.prefill_time.observe(self.clock() - sequence.admitted_at)
+            self.accounts.prefilled(sequence)
             if self.book.chronicle is not None:
                 self.book.chronicle.first_token(sequence, self.clock())
         for ended in reading.ended:

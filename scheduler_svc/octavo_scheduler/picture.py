@@ -177,4 +177,5 @@ def _total(counter: Counter) -> int:
 
 def _totals(counter: Counter, label: str) -> dict[str, int]:
     samples = (sample for family in counter.collect() for sample in family.samples)
-    return {s.labels[label]: int(s.value) for s in samples if s.name.endswith("_total")}
+    samples = (s for s in samples if s.name.endswith("_total") and s.value)
+    return {s.labels[label]: int(s.value) for s in samples}

@@ -8,10 +8,10 @@ again without other new rows beside them, and are failed after `max_moves` of th
 Must not know: streams, sessions. Entry points: `recover`, `is_hung`.
 """
 
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
-from octavo_scheduler.sequence import Sequence, State, order_of
+from octavo_scheduler.sequence import Lost, Sequence, State, order_of
 from octavo_scheduler.worker_state import WorkerState
 
 # A step may take this many times its predicted time before it counts as a hang.
@@ -19,11 +19,11 @@ _PATIENCE = 10.0
 
 
 class Loss(Enum):
-    """How a worker was lost; only a crash casts suspicion on rows."""
+    """How a worker was lost; only a crash casts suspicion on rows. Values are metric labels."""
 
-    CRASH = auto()  # its stream broke
-    HANG = auto()  # its steps stopped
-    LEFT = auto()  # it drained, or we let it go
+    CRASH = "crash"  # its stream broke
+    HANG = "hang"  # its steps stopped
+    LEFT = "left"  # it drained, or we let it go
 
 
 class Recovery(NamedTuple):
@@ -42,9 +42,9 @@ def recover(worker: WorkerState, loss: Loss, max_moves: int) -> Recovery:
             suspects.update(chunk.sequence for chunk in plan.chunks)
     running = list(worker.sequences())
     for sequence in running:
+        num_computed = worker.num_computed(sequence)
         worker.rows.release(sequence.row)
-        sequence.block_ids = []
-        sequence.num_sealed = sequence.num_computed = sequence.num_planned = 0
+        sequence.lose_kv(num_computed, Lost.MOVE)
     leaving = [leaving.sequence for leaving in worker.leaving.values()]
     moved: list[Sequence] = []
     failed: list[Sequence] = []

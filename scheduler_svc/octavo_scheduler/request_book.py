@@ -10,7 +10,7 @@ import heapq
 import numpy as np
 
 from octavo.errors import OctavoError
-from octavo.metrics import SchedulerMetrics
+from octavo_scheduler.accounts import Accounts
 from octavo_scheduler.chronicle import Chronicle
 from octavo_scheduler.outbox import (
     FinishedNote,
@@ -33,12 +33,12 @@ from octavo_scheduler.sequence import (
 class RequestBook:
     """Requests by (session id, handle), and the sessions' outboxes."""
 
-    def __init__(self, metrics: SchedulerMetrics) -> None:
+    def __init__(self, accounts: Accounts) -> None:
         self.outboxes: dict[int, Outbox] = {}
         self.requests: dict[tuple[int, int], Request] = {}
         # Kept only while somebody watches.
         self.chronicle: Chronicle | None = None
-        self._metrics = metrics
+        self._accounts = accounts
         self._serial = 0
         self._due: list[tuple[float, int, Request]] = []
 
@@ -61,7 +61,7 @@ class RequestBook:
 
     def reject(self, session_id: int, handle: int, error: OctavoError, num_sequences: int) -> None:
         """Refuse a request as a whole."""
-        self._metrics.outcomes.labels("rejected").inc(num_sequences)
+        self._accounts.rejected(num_sequences)
         if outbox := self.outboxes.get(session_id):
             outbox.rejected(RejectedNote(handle, error))
 
@@ -73,9 +73,6 @@ class RequestBook:
         sequence.was_started = True
         request = sequence.request
         waited_s = now - request.arrival
-        self._metrics.queue_time.observe(waited_s)
-        self._metrics.prefix_queries.inc(len(sequence.token_ids))
-        self._metrics.prefix_hits.inc(sequence.num_cached)
         if outbox := self.outboxes.get(request.session_id):
             handle, waited_ms = request.submission.handle, int(1000 * waited_s)
             outbox.started(StartedNote(handle, sequence.index, sequence.num_cached, waited_ms))
@@ -106,7 +103,7 @@ class RequestBook:
         """The one place where a sequence ends; it holds no row and isn't queued."""
         assert sequence.state is not State.ENDED
         sequence.state = State.ENDED
-        self._metrics.outcomes.labels(reason.value).inc()
+        self._accounts.ended(sequence, reason)
         if self.chronicle is not None:
             self.chronicle.ended(sequence, reason)
         request = sequence.request

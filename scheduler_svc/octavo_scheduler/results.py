@@ -134,6 +134,7 @@ def _read_plan(worker: WorkerState, reading: Reading) -> None:
         # A holder that left is not admitted again before its last plan is read, so holding a
         # row here means holding the row that the chunk was for.
         if sequence.row < 0 or worker.rows.holders[sequence.row] is not sequence:
+            sequence.num_lost = max(sequence.num_lost, chunk.end)
             continue
         sequence.num_computed = chunk.end
         worker.seal(sequence, chunk.end // worker.block_size)
@@ -213,6 +214,7 @@ def _read_odd_entry(
         reading.ended.append(Ended(sequence, _reason(event), message))
     if event == EVENT_ERROR:
         return False
+    sequence.num_lost = len(sequence.token_ids)
     sequence.token_ids.append(int(outcome.token_ids[entry]))
     columns = reading.tokens
     columns.session[entry] = sequence.request.session_id

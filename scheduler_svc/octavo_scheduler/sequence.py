@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from octavo.blocks import block_hash
+from octavo.metric_kinds import Exemplar
 
 
 class State(Enum):
@@ -24,6 +25,14 @@ class State(Enum):
     RUNNING = auto()  # holds a row
     LEAVING = auto()  # preempted; plans in flight may still draw tokens for it
     ENDED = auto()
+
+
+class Lost(Enum):
+    """Why KV that was computed for a sequence is gone; values are metric labels."""
+
+    PREEMPTION = "preemption"
+    MOVE = "move"  # with its worker
+    RESUME = "resume"  # with its scheduler
 
 
 class FinishReason(Enum):
@@ -78,6 +87,8 @@ class Request:
     arrival: float
     deadline: float | None
     num_prompt_tokens: int
+    # Of its trace, if that is sampled: shown beside the times that it took.
+    exemplar: Exemplar = None
     sequences: list["Sequence"] = field(default_factory=list["Sequence"])
 
     @property
@@ -112,6 +123,11 @@ class Sequence:
     is_suspect: bool = False
     was_started: bool = False
     admitted_at: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    # Tokens whose KV was computed when it was lost; `lost_by` is for the next start to count.
+    num_lost: int = 0
+    lost_by: Lost | None = None
     # Position of the prompt token whose log-probability is reported next; 0 = not by it.
     next_reported: int = 0
 
@@ -133,6 +149,12 @@ class Sequence:
     @property
     def max_total_tokens(self) -> int:
         return self.request.max_total_tokens
+
+    def lose_kv(self, num_computed: int, lost_by: Lost | None) -> None:
+        """It has no row and no blocks any more; None: it won't need them again."""
+        self.num_lost, self.lost_by = num_computed, lost_by
+        self.block_ids = []
+        self.num_sealed = self.num_computed = self.num_planned = 0
 
     def extend_hashes(self, block_size: int) -> None:
         """Hash the full blocks of `token_ids` that have no hash yet."""
@@ -163,6 +185,8 @@ def make_sequences(request: Request, block_size: int) -> list[Sequence]:
         # that delivered a token has done it.
         is_reporter = submission.wants_prompt_logprobs and index == 0
         sequence.next_reported = int(is_reporter and not sequence.num_generated)
+        if sequence.num_generated:
+            sequence.lose_kv(len(token_ids) - 1, Lost.RESUME)
         sequences.append(sequence)
     return sequences
 

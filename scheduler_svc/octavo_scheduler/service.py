@@ -13,10 +13,11 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from octavo.errors import UnavailableError
 from octavo.metrics import SchedulerMetrics
+from octavo.metrics_http import serve_metrics
 from octavo.registry import open_registry
 from octavo.security import Security
 from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
@@ -48,6 +49,8 @@ class SchedulerProcess:
         self.cell = Cell(settings, self.metrics, self._loop.time, self._pump_soon)
         self.registry = open_registry(settings.redis_url, settings.fleet)
         gauges.bind(self.metrics, self.cell, self.registry.lag_s)
+        if settings.vllm_metrics:
+            gauges.bind_vllm(self.metrics, self.cell)
         self._worker_gauges = gauges.WorkerGauges(self.metrics, self.cell)
         self.links: dict[str, WorkerLink] = {}
         self.port = 0
@@ -82,7 +85,7 @@ class SchedulerProcess:
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self._service, self._server.server)
         self.port = await self._server.start(settings.host, settings.port, scheduler_pb2.DESCRIPTOR)
         if settings.metrics_port:
-            start_http_server(settings.metrics_port, settings.host, self.metrics.registry)
+            serve_metrics(self.metrics.registry, settings.host, settings.metrics_port)
         await self.registry.start()
         address = f"{reachable_host(settings.host)}:{self.port}"
         ledger = Ledger(self.registry, self.cell, self.scheduler_id, address)

@@ -26,7 +26,7 @@ from octavo_scheduler.batcher import BatchLimits, StepCost
 from octavo_scheduler.block_pool import BlockPool
 from octavo_scheduler.plan import AddedRow, Capacity, Chunk, Plan
 from octavo_scheduler.rows import RowTable
-from octavo_scheduler.sequence import FinishReason, Sequence, State
+from octavo_scheduler.sequence import FinishReason, Lost, Sequence, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +185,11 @@ class WorkerState:
         """Cached blocks of its prefix; at least its last known token stays to compute."""
         if not self.caching or sequence.reports_prompt:
             return []
-        return self.pool.match(sequence.block_hashes, self._max_hits(sequence))
+        return self.pool.match(sequence.block_hashes, self.max_hits(sequence))
 
     def waits_for_block(self, sequence: Sequence, num_hits: int) -> bool:
         """Whether its next missing block is being computed for somebody else right now."""
-        if not self.caching or sequence.reports_prompt or num_hits >= self._max_hits(sequence):
+        if not self.caching or sequence.reports_prompt or num_hits >= self.max_hits(sequence):
             return False
         return sequence.block_hashes[num_hits] in self.computing
 
@@ -228,6 +228,7 @@ class WorkerState:
         row = sequence.row
         if sequence in self.draft.added:
             raise AssertionError("a row is released after its plan was sent, never before")
+        num_computed = self.num_computed(sequence)
         self.rows.release(row)
         self.draft.drop_updates(row)
         self.draft.removed.append(row)
@@ -238,13 +239,13 @@ class WorkerState:
         self._stop_computing(sequence, sequence.num_sealed)
         if self.unproven is sequence:
             self.unproven = None
-        sequence.block_ids = []
-        sequence.num_sealed = sequence.num_computed = sequence.num_planned = 0
+        sequence.lose_kv(num_computed, None)
 
     def preempt(self, sequence: Sequence) -> None:
         """Release; it is queued again when nothing in flight can draw for it any more."""
         sequence.num_preemptions += 1
         self._leave(sequence, None)
+        sequence.lost_by = Lost.PREEMPTION
 
     def end_after_flight(self, sequence: Sequence, reason: FinishReason) -> None:
         """Release; it ends with `reason` unless a token in flight ends it before."""
@@ -378,8 +379,15 @@ class WorkerState:
         plan_ids = [plan.plan_id for plan in self.in_flight]
         assert plan_ids == list(range(self.applied.plan_id + 1, self.next_plan_id))
 
-    def _max_hits(self, sequence: Sequence) -> int:
+    def max_hits(self, sequence: Sequence) -> int:
+        """Blocks of its known tokens that a prefix may cover: the last token never."""
         return (len(sequence.token_ids) - 1) // self.block_size
+
+    def num_computed(self, sequence: Sequence) -> int:
+        """Known tokens of a holder whose KV is computed, by the results that were read."""
+        if sequence.num_computed < sequence.num_planned or not self.rows.decoding[sequence.row]:
+            return sequence.num_computed
+        return int(self.rows.known[sequence.row]) - 1
 
     def _promised_blocks(self) -> int:
         """Blocks that admitted rows still need for their known tokens and the next one."""

@@ -86,6 +86,7 @@ class FakeDevice:
     def __init__(self, size: FakeSize) -> None:
         self.size = size
         self.violations: list[str] = []
+        self.num_computed_tokens = 0  # in all epochs
         self.sealed: dict[int, bytes] = {}  # least recently used first
         self._sums = np.zeros(size.num_blocks, np.uint64)
         self._filled = np.zeros(size.num_blocks, np.int64)
@@ -152,10 +153,12 @@ class FakeDevice:
             decodes = self._decode_rows()
             for chunk in plan.chunks:
                 entries += self._compute_chunk(chunk)
+                self.num_computed_tokens += len(chunk.token_ids) // 4
             num_tokens = sum(len(chunk.token_ids) // 4 for chunk in plan.chunks) + decodes.size
             if num_tokens > self.size.max_num_batched_tokens:
                 self._violate(f"{num_tokens} tokens in a step")
         entries += self._decode(decodes)
+        self.num_computed_tokens += decodes.size
         return self._result(entries)
 
     # ---- a plan's changes

@@ -89,6 +89,7 @@ class RunningRouter:
         return {
             (sample.labels["endpoint"], sample.labels["outcome"]): int(sample.value)
             for sample in self.samples("octavo_requests_total")
+            if sample.value
         }
 
     def value(self, name: str) -> float:

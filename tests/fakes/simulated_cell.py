@@ -271,7 +271,13 @@ class SimulatedCell:
             assert not member.state.owes_steps
 
     def counter(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(f"octavo_{name}", labels) or 0.0
+        """The sum of a metric's samples that have these labels."""
+        return sum(
+            sample.value
+            for family in self.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == f"octavo_{name}" and labels.items() <= sample.labels.items()
+        )
 
 
 def sampling_of(

@@ -107,6 +107,9 @@ def test_a_queued_plan_comes_before_the_next_repeat(max_in_flight: int) -> None:
     assert bench.tokens(0) == model.greedy(PROMPT, 6)
     assert bench.tokens(1) == model.greedy(PROMPT, 4)
     assert bench.engine.progress() == (6, 0)
+    # Steps that could still run at each launch: 3 and 2 under plan 1, then until step 6.
+    assert bench.registry.get_sample_value("octavo_plan_lead_steps_sum") == 3 + 2 + 3 + 2 + 1 + 0
+    assert bench.registry.get_sample_value("octavo_plan_lead_steps_bucket", {"le": "0.0"}) == 1
 
 
 def test_steps_in_flight_change_no_token() -> None:
@@ -187,3 +190,6 @@ def test_what_was_counted() -> None:
     assert sample("octavo_worker_tokens_total", {"kind": "decode"}) == 5
     assert sample("octavo_plan_wait_seconds_count") == 1
     assert sample("octavo_worker_rows") == 0
+    assert sample("octavo_step_tokens_sum") == 9
+    for name in ("step_seconds", "step_gap_seconds", "step_tokens"):
+        assert sample(f"octavo_{name}_count") == 6

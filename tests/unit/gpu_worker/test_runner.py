@@ -1,6 +1,7 @@
 """The runner on a tiny model: whatever the plans, the tokens are those of a dense pass."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -482,3 +483,23 @@ def test_an_empty_plan_is_a_step() -> None:
     outcome = run(runner, Plan(1, 5))
     assert (outcome.step, len(outcome.rows), model.num_forwards) == (1, 0, 0)
     assert not runner.can_repeat
+
+
+def test_a_gap_is_idle_time_while_rows_live() -> None:
+    runner = make_runner()
+    began = time.perf_counter()
+    added = row_add(max_total=len(PROMPT) + 3)
+    first = run(runner, Plan(1, 10, added_rows=(added,), chunks=(chunk(0, PROMPT),)))
+    assert first.gap_us == 0
+    time.sleep(0.02)
+    second = run(runner, None)
+    assert 20_000 <= second.gap_us <= 1e6 * (time.perf_counter() - began)
+    run(runner, None)
+    # The row has ended: nobody waited for what comes now.
+    time.sleep(0.02)
+    again = row_add(row=1, blocks=(5, 6, 7, 8))
+    assert run(runner, Plan(2, 0, added_rows=(again,), chunks=(chunk(1, PROMPT),))).gap_us == 0
+    # It does now, but a new epoch begins without rows.
+    time.sleep(0.02)
+    runner.reset()
+    assert run(runner, Plan(1, 0, added_rows=(added,), chunks=(chunk(0, PROMPT),))).gap_us == 0

@@ -17,7 +17,8 @@ from octavo.errors import (
     RequestTooLargeError,
     UnavailableError,
 )
-from octavo.metrics import LATENCY_BUCKETS_S, OUTCOMES, RouterMetrics
+from octavo.metric_kinds import LATENCY_BUCKETS_S
+from octavo.metrics import OUTCOMES, RouterMetrics
 from octavo_router.flights import Finish
 from octavo_router.outcomes import RequestRecord, outcome_of
 from octavo_router.requests import Endpoint
@@ -28,7 +29,7 @@ def outcomes(metrics: RouterMetrics) -> dict[str, float]:
         sample.labels["outcome"]: sample.value
         for family in metrics.registry.collect()
         for sample in family.samples
-        if sample.name == "octavo_requests_total"
+        if sample.name == "octavo_requests_total" and sample.value
     }
 
 

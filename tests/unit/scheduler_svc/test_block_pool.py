@@ -133,3 +133,31 @@ def test_check_integrity_can_fail() -> None:
     pool.num_free += 1
     with pytest.raises(AssertionError):
         pool.check_integrity([table])
+
+
+def test_evictions_are_remembered_for_a_while() -> None:
+    pool = BlockPool(5)
+    hashes = [bytes([i]) * 16 for i in range(1, 200)]
+    for i in range(4):
+        (block,) = pool.allocate(1)
+        pool.index(block, hashes[i])
+        pool.free([block])
+    assert pool.num_evicted(hashes, 0, 199) == 0
+    table = pool.allocate(3)
+    # The least recently used ones went; a run ends at what is still here, or never was.
+    assert pool.num_evicted(hashes, 0, 199) == 3
+    assert pool.num_evicted(hashes, 1, 2) == 1
+    assert pool.num_evicted(hashes, 2, 2) == 0
+    assert pool.num_evicted(hashes, 3, 199) == 0
+    # What was made void has not been evicted.
+    pool.index(table[0], hashes[4])
+    pool.forget(table[0])
+    pool.free(table)
+    assert pool.num_evicted(hashes, 4, 199) == 0
+    # The memory is bounded: what was evicted long ago is forgotten.
+    for block_hash in hashes[5:]:
+        (block,) = pool.allocate(1)
+        pool.index(block, block_hash)
+        pool.free([block])
+    assert 0 < sum(pool.num_evicted(hashes, i, i + 1) for i in range(199)) <= 4 * 5
+    pool.check_integrity()
