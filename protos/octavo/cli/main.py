@@ -25,6 +25,8 @@ COMMANDS = {
     "bench": Command("octavo.cli.bench", "serve", "measure a worker, or a whole stack"),
     "bench ablation": Command("octavo.cli.ablation", "serve", "what each idea is worth"),
     "bench serve": Command("octavo.cli.bench_serve", "client", "measure and compare servers"),
+    "health": Command("octavo.cli.health", "client", "ask a service whether it is ready"),
+    "fetch": Command("octavo.cli.fetch", "router", "get a model before services start"),
     "router": Command("octavo_router.__main__", "router", "run a router (HTTP and gRPC)"),
     "scheduler": Command("octavo_scheduler.__main__", "scheduler", "run a scheduler"),
     "worker": Command("octavo_worker.__main__", "worker", "run a worker"),
