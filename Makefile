@@ -68,7 +68,7 @@ check-protos: install
 	    { echo "stubs differ from the protos: run 'make protos'"; exit 1; }; \
 	done
 
-docs: install ## write the API's reference pages, router/API.md and protos/API.md
+docs: install ## write the pages that code has: router/API.md, protos/API.md, k8s/METRICS.md
 	$(BIN)/python -m tests.reference
 
 check-docs: install

@@ -1,8 +1,8 @@
 """Every Prometheus metric of Octavo: name, type, unit, labels and meaning, in one place.
 
 One class per service, built once by its entry point on a registry of its own. No request id
-and no tenant is ever a label. Must not know: any service. The table of all of them is printed
-by `octavo metrics`.
+and no tenant is ever a label. `make docs` writes the table of all of them, `k8s/METRICS.md`. Must
+not know: any service.
 """
 
 from collections.abc import Callable, Iterable

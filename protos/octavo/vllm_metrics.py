@@ -6,7 +6,7 @@ values. Entry points: `add_to_router`, `add_to_scheduler`, `add_to_worker`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -45,10 +45,9 @@ class CacheShape(NamedTuple):
     enable_prefix_caching: bool
 
 
-def add_to_router(metrics: RouterMetrics, model_name: Callable[[], str]) -> None:
-    """`model_name` is asked at each scrape; empty = not known yet, then nothing is exported."""
+def router_aliases(metrics: RouterMetrics) -> Sequence[Alias]:
     reasons = ("outcome", "finished_reason", _FINISHED_REASONS)
-    aliases = (
+    return (
         Alias("vllm:prompt_tokens", metrics.prompt_tokens),
         Alias("vllm:generation_tokens", metrics.generation_tokens),
         Alias("vllm:request_success", metrics.requests, reasons),
@@ -58,16 +57,10 @@ def add_to_router(metrics: RouterMetrics, model_name: Callable[[], str]) -> None
         Alias("vllm:request_prompt_tokens", metrics.request_prompt_tokens),
         Alias("vllm:request_generation_tokens", metrics.request_generation_tokens),
     )
-    metrics.add_collector(_Renamed(aliases, model_name))
 
 
-def add_to_scheduler(
-    metrics: SchedulerMetrics,
-    model_name: Callable[[], str],
-    cache_shape: Callable[[], CacheShape],
-) -> None:
-    """`model_name` as for the router; `cache_shape` of all workers of the cell."""
-    aliases = (
+def scheduler_aliases(metrics: SchedulerMetrics) -> Sequence[Alias]:
+    return (
         Alias("vllm:num_requests_running", metrics.running),
         Alias("vllm:num_requests_waiting", metrics.waiting),
         Alias("vllm:kv_cache_usage_perc", metrics.kv_usage),
@@ -78,15 +71,31 @@ def add_to_scheduler(
         Alias("vllm:request_prefill_time_seconds", metrics.prefill_time),
         Alias("vllm:request_decode_time_seconds", metrics.decode_time),
     )
-    metrics.add_collector(_Renamed(aliases, model_name))
+
+
+def worker_aliases(metrics: WorkerMetrics) -> Sequence[Alias]:
+    # There too the histogram's name ends in _total.
+    return (Alias("vllm:iteration_tokens_total", metrics.step_tokens),)
+
+
+def add_to_router(metrics: RouterMetrics, model_name: Callable[[], str]) -> None:
+    """`model_name` is asked at each scrape; empty = not known yet, then nothing is exported."""
+    metrics.add_collector(_Renamed(router_aliases(metrics), model_name))
+
+
+def add_to_scheduler(
+    metrics: SchedulerMetrics,
+    model_name: Callable[[], str],
+    cache_shape: Callable[[], CacheShape],
+) -> None:
+    """`model_name` as for the router; `cache_shape` of all workers of the cell."""
+    metrics.add_collector(_Renamed(scheduler_aliases(metrics), model_name))
     metrics.add_collector(_CacheConfig(model_name, cache_shape))
 
 
 def add_to_worker(metrics: WorkerMetrics, model_name: Callable[[], str]) -> None:
     """`model_name` as for the router."""
-    # There too the histogram's name ends in _total.
-    aliases = (Alias("vllm:iteration_tokens_total", metrics.step_tokens),)
-    metrics.add_collector(_Renamed(aliases, model_name))
+    metrics.add_collector(_Renamed(worker_aliases(metrics), model_name))
 
 
 class _Renamed(Collector):

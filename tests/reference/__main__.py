@@ -1,4 +1,4 @@
-"""Write the API's reference pages, or with --check say whether they are what the code says.
+"""Write the reference pages, or with --check say whether they are what the code says.
 
 python -m tests.reference [--check]
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.router_process import byte_scheduler, running_router
-from tests.reference import openapi_page, protos_page
+from tests.reference import metrics_page, openapi_page, protos_page
 
 _ROOT = Path(__file__).parents[2]
 
@@ -23,6 +23,7 @@ def main() -> int:
     is_check = parser.parse_args().check
     pages = {
         _ROOT / "router/API.md": openapi_page.write_page(asyncio.run(_openapi())),
+        _ROOT / "k8s/METRICS.md": metrics_page.write_page(),
         _ROOT / "protos/API.md": protos_page.write_page(
             protos_page.compile_protos(_ROOT / "protos")
         ),

@@ -1,4 +1,4 @@
-"""Markdown from words: what both reference pages are put together with."""
+"""Markdown from words: what the reference pages are put together with."""
 
 from collections.abc import Iterable, Sequence
 
