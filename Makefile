@@ -27,7 +27,8 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install format lint protos check-protos docs check-docs check-manifests test \
-	test-unit test-kernels test-e2e test-chaos test-slow test-gpu bench serve clean
+	test-unit test-kernels test-e2e test-chaos test-slow test-gpu test-compose bench serve up \
+	down clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -81,6 +82,7 @@ MANIFESTS := $(filter-out %/kustomization.yaml, $(wildcard k8s/base/*.yaml \
 check-manifests: install
 	$(BIN)/yamllint -s .
 	$(BIN)/kubernetes-validate --strict --quiet --no-warn $(MANIFESTS)
+	$(BIN)/hadolint */Dockerfile
 
 test: lint test-unit test-kernels test-e2e test-chaos ## all that needs no card, in minutes
 
@@ -103,11 +105,25 @@ test-slow: install ## the long forms
 test-gpu: install ## what needs a CUDA card
 	$(PYTEST) tests -m gpu
 
+test-compose: install ## build the images and run compose.yaml; needs a Docker engine
+	$(PYTEST) tests/compose -m docker
+
 bench: install ## octavo bench; flags in ARGS, e.g. ARGS="--workload bs1 --path stack"
 	$(BIN)/octavo bench $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 serve: install ## octavo serve; MODEL=id-or-folder, flags in ARGS, e.g. ARGS="--workers 2"
 	@exec $(BIN)/octavo serve $(MODEL) $(ARGS)
+
+# PROFILES: obs (traces, metrics, dashboards), gpu (a card instead of the CPU), or both.
+PROFILES ?=
+COMPOSE = MODEL="$(MODEL)" docker compose $(addprefix --profile ,$(PROFILES))
+
+up: ## docker compose up, healthy when it returns; PROFILES="obs gpu", flags in ARGS
+	$(if $(filter obs,$(PROFILES)),OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4317) \
+	  $(COMPOSE) up --build --detach --wait $(if $(filter gpu,$(PROFILES)),--scale worker=0) $(ARGS)
+
+down: ## docker compose down; ARGS=-v removes the model too
+	docker compose --profile "*" down $(ARGS)
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

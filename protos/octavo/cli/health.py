@@ -52,8 +52,9 @@ async def _grpc_problem(address: str, service: str, timeout_s: float) -> str | N
     """Why the server doesn't serve; None if it does."""
     request: Any = health_pb2.HealthCheckRequest(service=service)
     async with open_channel(address, Security.of(load(CommonSettings))) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+            answer = await stub.Check(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
     if answer.status == _SERVING:
