@@ -14,7 +14,14 @@ _VARIABLE = re.compile(r"OCTAVO_[A-Z_]*[A-Z]")
 _SERIES = re.compile(r"octavo_[a-z_]+")
 _PAGE = re.compile(r"`([A-Za-z0-9_/.-]+\.(?:md|py|proto|yaml))`")
 # Of others: Prometheus' and gRPC's words, fields of requests.
-OTHER_WORDS = {"round_robin", "proxy_buffering", "ssl_certfile", "ssl_keyfile", "internal_error"}
+OTHER_WORDS = {
+    "round_robin",
+    "proxy_buffering",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "internal_error",
+    "rate_limit_exceeded",
+}
 
 
 def settings() -> set[str]:
