@@ -15,6 +15,7 @@ from typing import Any, Self
 import redis
 
 from octavo.embedded_valkey import find_binary
+from tests.certificates import CertificateFiles
 from tests.programs import find_program
 
 _START_TIMEOUT_S = 20.0
@@ -40,6 +41,23 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def _tls_options(tls: CertificateFiles) -> dict[str, str]:
+    """As the server's command line has them; its links to other servers are TLS too."""
+    files = {"tls-cert-file": tls.cert, "tls-key-file": tls.key, "tls-ca-cert-file": tls.ca}
+    always = {"tls-cluster": "yes", "tls-replication": "yes"}
+    return always | {name: str(path) for name, path in files.items()}
+
+
+def _tls_arguments(tls: CertificateFiles) -> dict[str, Any]:
+    """As redis.Redis has them."""
+    return {
+        "ssl": True,
+        "ssl_certfile": str(tls.cert),
+        "ssl_keyfile": str(tls.key),
+        "ssl_ca_certs": str(tls.ca),
+    }
+
+
 class RedisServer:
     """One server on a port of its own, which it keeps over restarts. It persists nothing."""
 
@@ -50,11 +68,14 @@ class RedisServer:
         *,
         config: str | None = None,
         arguments: tuple[str, ...] = (),
+        tls: CertificateFiles | None = None,
     ) -> None:
         self._binary = binary
         self.options = dict(options or {})
         self._config = config
         self._arguments = arguments
+        # Then nothing but TLS is spoken, and clients need certificates too.
+        self._tls = tls
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-test-redis-"))
         self.port = free_port()
@@ -72,6 +93,8 @@ class RedisServer:
     def start(self) -> Self:
         """Start empty and wait until it answers."""
         options = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self._folder)}
+        if self._tls is not None:
+            options |= {"port": "0", "tls-port": str(self.port)} | _tls_options(self._tls)
         if self._config is None:
             options |= {"save": "", "appendonly": "no"}
         else:
@@ -120,7 +143,8 @@ class RedisServer:
 
     def command_with(self, password: str | None, *words: str | int | float | bytes) -> Any:
         """`command` for a server that wants a password."""
-        with redis.Redis(port=self.port, password=password, protocol=2) as client:
+        tls: dict[str, Any] = {} if self._tls is None else _tls_arguments(self._tls)
+        with redis.Redis(port=self.port, password=password, protocol=2, **tls) as client:
             return client.execute_command(*words)
 
     def call_counts(self) -> dict[str, int]:
@@ -132,6 +156,8 @@ class RedisServer:
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                if self._tls is not None:
+                    return True
                 connection.sendall(b"PING\r\n")
                 # An error is an answer too: a server with a password wants it first.
                 return connection.recv(16)[:1] in (b"+", b"-")
