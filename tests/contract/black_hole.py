@@ -23,7 +23,12 @@ class BlackHole:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.num_connections += 1
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target_port)
+            try:
+                far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target_port)
+            except OSError:
+                # Nobody listens there: nobody does here.
+                writer.close()
+                return
             tasks.add(asyncio.create_task(self._pump(reader, far_writer, is_late=True)))
             tasks.add(asyncio.create_task(self._pump(far_reader, writer)))
 

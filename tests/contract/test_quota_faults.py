@@ -109,8 +109,19 @@ def test_redis_absent_killed_and_back(server: RedisServer) -> None:
                 await eventually(router.lag_s, 0.0)
             again, during_s = await flood(fleet, routers, 1.0)
             assert PER_MINUTE / 2 <= num_admitted + again <= most(during_s + 0.5, 2)
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_redis_killed_when_the_quota_is_used_up(server: RedisServer) -> None:
+    fleet = Fleet(server.url)
+
+    async def run() -> None:
+        async with fleet.running(2, QUOTA) as routers:
+            await flood(fleet, routers, 0.5)
             server.kill()
-            # The quota is used up, and there is nobody to ask: little by little it goes on.
+            # There is nobody to ask: little by little it goes on.
             slowly, during_s = await flood(fleet, routers, 4.0)
             assert 1 <= slowly <= PER_MINUTE * during_s / 60 + 2 * SLICE
             await asyncio.to_thread(server.start)

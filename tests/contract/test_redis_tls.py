@@ -117,6 +117,7 @@ def test_certificates_may_be_renewed(server: RedisServer, files: CertificateFile
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_cluster_over_tls_with_a_password(files: CertificateFiles) -> None:
     options = {"cluster-enabled": "yes", "cluster-port": str(free_port()), "requirepass": PASSWORD}
     with RedisServer(redis_binary(), options, tls=files) as node:
