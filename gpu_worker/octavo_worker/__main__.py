@@ -145,7 +145,10 @@ class _Process:
         self._metrics.is_led.set(leadership.seat is Seat.LIVE)
         if self._record is not None:
             self._record = dataclasses.replace(
-                self._record, leader_id=leadership.leader_id, epoch=leadership.epoch
+                self._record,
+                leader_id=leadership.leader_id,
+                epoch=leadership.epoch,
+                last_leader_id=leadership.last_leader_id,
             )
             self._registry.announce_worker(self._record)
 

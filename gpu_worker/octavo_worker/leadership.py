@@ -30,6 +30,8 @@ class Leadership:
         self.boot_id = boot_id
         self.epoch = 0
         self.leader_id = ""
+        # Who led last, or leads: stays when the seat is empty.
+        self.last_leader_id = ""
         self.seat = Seat.EMPTY
         self._silence_s = silence_s
         self._heard_at = 0.0
@@ -49,7 +51,7 @@ class Leadership:
                 "describe it again"
             )
         self.epoch += 1
-        self.leader_id = scheduler_id
+        self.leader_id = self.last_leader_id = scheduler_id
         self.seat = Seat.ATTACHED
         self._heard_at = now
         return self.epoch

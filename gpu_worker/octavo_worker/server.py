@@ -17,6 +17,7 @@ from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError, UnavailableError
 from octavo.serving import abort
 from octavo.v1 import worker_pb2, worker_pb2_grpc
+from octavo.wire_version import check_wire_version
 from octavo_worker import wire
 from octavo_worker.engine import Engine
 from octavo_worker.leadership import Leadership, Seat
@@ -54,6 +55,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._served: ServedModel | None = None
         # Set when the epoch is over; each epoch has its own.
         self._superseded = asyncio.Event()
+        self._stream: StepStream | None = None
 
     def compile(self) -> None:
         """The weights are loaded, kernels compile. May be called from any thread."""
@@ -65,8 +67,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.phase = Phase.RUNNING
 
     def drain(self) -> None:
-        """No one may attach any more; the leader is told by the next progress message."""
+        """No one may attach any more; the leader is told at once."""
         self.phase = Phase.DRAINING
+        if self._stream is not None:
+            self._stream.tell_progress()
 
     @property
     def is_drained(self) -> bool:
@@ -113,7 +117,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             yield message
 
     def _check_attach(self, request: worker_pb2.WorkerAttachRequest) -> ServedModel:
-        _check_wire_version(request.wire_version)
+        check_wire_version(f"scheduler {request.scheduler_id!r}", request.wire_version)
         if self._served is None or self.phase is not Phase.RUNNING:
             raise UnavailableError(f"worker {self.worker_id!r} is {self.phase.name.lower()}")
         if request.HasField("required_model"):
@@ -145,7 +149,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
 
     async def _serve_leader(self, hello: worker_pb2.StepsHello, context: _Context) -> None:
-        _check_wire_version(hello.wire_version)
+        check_wire_version("the scheduler", hello.wire_version)
         self._leadership.open_stream(hello.boot_id, hello.epoch, time.monotonic())
         assert self._served is not None  # an epoch began, so a model is served
         stream = StepStream(
@@ -156,10 +160,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             lambda: self.phase,
             self._superseded,
         )
+        self._stream = stream
         self._on_leader_change()
         try:
             await stream.serve()
         finally:
+            if self._stream is stream:
+                self._stream = None
             self._leadership.close_stream(hello.epoch)
             _logger.info("the leader's stream of epoch %d is over", hello.epoch)
             self._on_leader_change()
@@ -173,10 +180,3 @@ async def _read_hello(context: _Context) -> worker_pb2.StepsHello:
     if message is END_OF_STREAM or message.WhichOneof("message") != "hello":
         raise FailedPreconditionError("a Steps stream begins with a hello")
     return message.hello
-
-
-def _check_wire_version(version: int) -> None:
-    if abs(version - WIRE_VERSION) > 1:
-        raise FailedPreconditionError(
-            f"wire version {version} is too far from this worker's {WIRE_VERSION}"
-        )

@@ -20,12 +20,15 @@ from octavo_worker.engine import Engine
 from octavo_worker.leadership import Leadership
 from octavo_worker.outbox import Outbox
 from octavo_worker.plan import StepOutcome
+from octavo_worker.progress import ProgressThread
 from octavo_worker.spec import Phase
 
 # grpc.aio's marker, which its type stubs leave out.
 END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
-# The contract asks for progress once a second.
-_PROGRESS_S = 0.5
+# For a superseded leader's last message to leave.
+_FAREWELL_S = 0.5
+
+_Item = StepOutcome | worker_pb2.StepsProgress | worker_pb2.StepsSuperseded
 
 
 class StepStream:
@@ -46,8 +49,13 @@ class StepStream:
         self._engine = engine
         self._phase = phase
         self._superseded = superseded
-        self._outbox: Outbox[StepOutcome | worker_pb2.StepsProgress] = Outbox()
+        self._outbox: Outbox[_Item] = Outbox()
+        self._progress = ProgressThread(self._put_progress)
         self._is_released = False
+
+    def tell_progress(self) -> None:
+        """Tell the leader the phase now, not at the next time."""
+        self._progress.wake()
 
     async def serve(self) -> None:
         """Until the stream is over. FailedPreconditionError: the leader broke a rule."""
@@ -55,7 +63,12 @@ class StepStream:
         self._engine.attach(self._outbox.put)
         try:
             await self._context.write(worker_pb2.WorkerStepsResponse(welcome=welcome))
-            await _first_of(self._read(), self._write(), self._tell_progress(), self._watch())
+            with self._progress:
+                await _first_of(self._read(), self._write(), self._watch())
+            if self._superseded.is_set():
+                raise FailedPreconditionError(
+                    f"epoch {self._epoch} is over: another scheduler attached"
+                )
         finally:
             if not self._superseded.is_set():
                 self._engine.detach(drop_plans=not self._is_released)
@@ -81,25 +94,32 @@ class StepStream:
             for item in await self._outbox.take():
                 if isinstance(item, StepOutcome):
                     outcomes.append(item)
-                else:
+                elif isinstance(item, worker_pb2.StepsProgress):
                     await self._context.write(worker_pb2.WorkerStepsResponse(progress=item))
+                else:
+                    await self._context.write(worker_pb2.WorkerStepsResponse(superseded=item))
+                    return
             if outcomes:
                 await self._context.write(wire.results_to_proto(outcomes))
 
-    async def _tell_progress(self) -> None:
-        while True:
-            progress = self._engine.progress()
-            message = worker_pb2.StepsProgress(
+    def _put_progress(self) -> None:
+        progress = self._engine.progress()
+        self._outbox.put(
+            worker_pb2.StepsProgress(
                 phase=int(self._phase()),  # type: ignore[arg-type]
                 step=progress.step,
                 num_queued_plans=progress.num_queued_plans,
             )
-            self._outbox.put(message)
-            await asyncio.sleep(_PROGRESS_S)
+        )
 
     async def _watch(self) -> None:
         await self._superseded.wait()
-        raise FailedPreconditionError(f"epoch {self._epoch} is over: another scheduler attached")
+        leadership = self._leadership
+        self._outbox.put(
+            worker_pb2.StepsSuperseded(leader_id=leadership.leader_id, epoch=leadership.epoch)
+        )
+        # The writer ends with it, unless the leader takes nothing any more.
+        await asyncio.sleep(_FAREWELL_S)
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -17,7 +17,7 @@ RecordT = TypeVar("RecordT")
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A worker, told by itself."""
+    """A worker, told by itself. `last_leader_id` stays when nobody leads it."""
 
     worker_id: str
     address: str
@@ -28,11 +28,15 @@ class WorkerRecord:
     max_num_seqs: int
     leader_id: str
     epoch: int
+    last_leader_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRecord:
-    """A scheduler and its cell, told by itself."""
+    """A scheduler and its cell, told by itself.
+
+    `takes_workers`: it leads workers that the registry shows, not a list of its own.
+    """
 
     scheduler_id: str
     address: str
@@ -41,6 +45,7 @@ class SchedulerRecord:
     backlog_tokens: int
     prefill_tokens_per_s: int
     draining: bool
+    takes_workers: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,6 +296,9 @@ class SchedulerSettings(CommonSettings):
     port: int = setting(8100, "gRPC port (0 = any free one)", minimum=0, maximum=65535)
     scheduler_id: str = setting("", "stable name of this scheduler (empty = random)")
     workers: tuple[str, ...] = setting((), "static worker addresses (comma list)")
+    max_workers: int = setting(
+        8, "workers to claim from the registry while other schedulers have room", minimum=1
+    )
     max_num_seqs: int = setting(0, "sequences per worker; 0 = the worker's own", minimum=0)
     max_num_batched_tokens: int = setting(0, "tokens per step; 0 = the worker's own", minimum=0)
     enable_prefix_caching: bool = setting(True, "reuse KV blocks of equal prefixes")

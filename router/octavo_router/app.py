@@ -63,10 +63,11 @@ def create_app(service: Service) -> ASGIApp:
     _add_generation_routes(app, service)
     describe(app)
     on_refused = partial(_count_refused, service)
-    if not service.settings.ui:
-        return Edge(app, service.keys, on_refused)
-    add_status_page(app, service)
-    return Edge(app, service.keys, on_refused, OPEN_PATHS | STATUS_PATHS)
+    open_paths = OPEN_PATHS
+    if service.settings.ui:
+        add_status_page(app, service)
+        open_paths |= STATUS_PATHS
+    return Edge(app, service.keys, on_refused, open_paths, lambda: service.is_draining)
 
 
 def _count_refused(service: Service, path: str) -> None:

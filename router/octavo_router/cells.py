@@ -10,8 +10,9 @@ Entry point: `choose_cell`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NamedTuple
+
+from octavo.succession import rendezvous_weight
 
 ANCHOR_TOKENS = (1024, 256, 64)
 # A cell spills when its backlog exceeds this many seconds of its prefill rate.
@@ -78,18 +79,6 @@ def choose_cell(
             return CellChoice(cell.cell_id, runs[cell.cell_id], cell is not ranked[0])
     least = min(ranked, key=lambda cell: cell.backlog_tokens)
     return CellChoice(least.cell_id, runs[least.cell_id], least is not ranked[0])
-
-
-def successor(cell_ids: Sequence[str], lost_cell_id: str) -> str | None:
-    """Who takes over from a lost cell: the same answer in every router and worker."""
-    others = [cell_id for cell_id in cell_ids if cell_id != lost_cell_id]
-    key = lost_cell_id.encode()
-    return max(others, key=lambda cell_id: rendezvous_weight(cell_id, key), default=None)
-
-
-def rendezvous_weight(cell_id: str, key: bytes) -> bytes:
-    """Highest-random-weight hashing (Thaler and Ravishankar, 1998): the largest wins."""
-    return blake2b(key + cell_id.encode(), digest_size=8).digest()
 
 
 def _anchor(block_hashes: Sequence[bytes], block_size: int) -> bytes:

@@ -33,6 +33,8 @@ _PREFLIGHT = (
     (b"vary", b"Access-Control-Request-Headers"),
 )
 _MAX_ALLOW_HEADERS = 1024
+# The next request is another router's.
+_CLOSE = (b"connection", b"close")
 # All that a client learns of a failure of ours.
 FAILURE = "the router failed; see its log"
 Headers = Sequence[tuple[bytes, bytes]]
@@ -64,11 +66,13 @@ class Edge:
         keys: KeyRing,
         on_refused: Callable[[str], None],
         open_paths: Set[str] = OPEN_PATHS,
+        is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self.app = app
         self._keys = keys
         self._on_refused = on_refused
         self._open_paths = open_paths
+        self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,6 +95,8 @@ class Edge:
                 extra = _extra_headers(scope["octavo.request_id"])
                 quota = scope[QUOTA_HEADERS]() if QUOTA_HEADERS in scope else {}
                 more = [(name.encode(), text.encode()) for name, text in quota.items()]
+                if self._is_draining():
+                    more.append(_CLOSE)
                 message["headers"] = [*message.get("headers", ()), *extra, *more]
             await send(message)
 

@@ -162,9 +162,12 @@ class Flight:
         "is_abandoned",
         "is_failed",
         "is_quiet",
+        "lost_at",
+        "lost_cell",
         "num_cached_tokens",
-        "num_moves",
+        "num_delivered_before",
         "num_owed_logprobs",
+        "num_suspicions",
         "num_unfinished",
         "order",
         "prompt_logprobs",
@@ -197,12 +200,23 @@ class Flight:
         self.is_abandoned = False
         self.carrier: Carrier | None = None
         self.handle = 0
-        self.num_moves = 0
+        # The cell that had it last, and was lost; "" = none yet.
+        self.lost_cell = ""
+        self.lost_at = 0.0
+        # Ids delivered before the present carrier had it.
+        self.num_delivered_before = 0
+        # Schedulers that broke while they had given nothing of it.
+        self.num_suspicions = 0
         self.tried_cells: set[str] = set()
 
     @property
     def is_over(self) -> bool:
         return self.is_abandoned or self.is_failed or self.num_unfinished == 0
+
+    @property
+    def num_delivered(self) -> int:
+        """Ids of all sequences so far."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     def start(self, num_cached_tokens: int) -> None:
         """A sequence got its first row."""

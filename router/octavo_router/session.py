@@ -28,6 +28,7 @@ from octavo.errors import (
     UnavailableError,
 )
 from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from octavo.wire_version import check_wire_version
 from octavo_router.flights import CancelReason, Finish, Flight
 from octavo_router.served_model import ServedModel
 from octavo_router.session_wire import (
@@ -42,7 +43,7 @@ from octavo_router.session_wire import (
 log = logging.getLogger(__name__)
 PING_S = 1.0
 # Counted in beats, not in time: a pause of this process's own is one beat.
-MAX_SILENT_BEATS = 4
+MAX_SILENT_BEATS = 3
 DESCRIBE_EVERY_BEATS = 10
 _FINISHES = {
     common_pb2.FINISH_REASON_STOP: Finish.STOP,
@@ -59,6 +60,12 @@ class CellLoad:
     backlog_tokens: int = 0
     prefill_tokens_per_s: int = 0
     is_draining: bool = False
+    num_blocks: int = 0
+
+    @property
+    def takes_new(self) -> bool:
+        """It doesn't drain, and has workers."""
+        return not self.is_draining and self.num_blocks > 0
 
 
 class Session:
@@ -72,11 +79,12 @@ class Session:
         scheduler_id: str,
         model: ServedModel,
         on_refused: RefusalHandler,
+        load: CellLoad | None = None,
     ) -> None:
         self.address = address
         self.scheduler_id = scheduler_id
         self.model = model
-        self.load = CellLoad()
+        self.load = load or CellLoad()
         # Handle -> flight, until the terminal frame of the request (abandoned ones too).
         self.flights: dict[int, Flight] = {}
         self._call = call
@@ -94,6 +102,7 @@ class Session:
         flight.handle = self._next_handle
         flight.carrier = self
         flight.tried_cells.add(self.scheduler_id)
+        flight.num_delivered_before = flight.num_delivered
         self._next_handle += 1
         self.flights[flight.handle] = flight
         self._open[flight.handle] = {s.index for s in flight.sequences if s.finish is None}
@@ -202,8 +211,7 @@ class Session:
             if flight is not None and not flight.is_over:
                 self._on_refused(self, flight, to_error(rejected.error))
         if frame.HasField("load"):
-            load = frame.load
-            self.load = CellLoad(load.backlog_tokens, load.prefill_tokens_per_s, load.draining)
+            self.load = _to_load(frame.load)
         return frame.moved.successor if frame.HasField("moved") else None
 
     def _finish(self, finished: scheduler_pb2.Finished) -> None:
@@ -279,7 +287,12 @@ async def open_session(
         if isinstance(error, asyncio.CancelledError) and not is_own_cancellation():
             raise UnavailableError(f"scheduler {address} cancelled the session") from None
         raise
-    return Session(call, stub, address, welcome.scheduler_id, model, on_refused)
+    load = _to_load(first.load)
+    return Session(call, stub, address, welcome.scheduler_id, model, on_refused, load)
+
+
+def _to_load(load: common_pb2.Load) -> CellLoad:
+    return CellLoad(load.backlog_tokens, load.prefill_tokens_per_s, load.draining, load.num_blocks)
 
 
 async def _describe(stub: scheduler_pb2_grpc.SchedulerStub, model: ServedModel) -> ServedModel:
@@ -295,11 +308,7 @@ async def _describe(stub: scheduler_pb2_grpc.SchedulerStub, model: ServedModel) 
 
 
 def _check_versions(address: str, welcome: scheduler_pb2.SessionWelcome) -> None:
-    if abs(welcome.wire_version - WIRE_VERSION) > 1:
-        raise FailedPreconditionError(
-            f"scheduler {address} speaks wire version {welcome.wire_version}, this router "
-            f"{WIRE_VERSION}: neighbours may differ by one; upgrade the older one"
-        )
+    check_wire_version(f"scheduler {address}", welcome.wire_version)
     if welcome.model.hash_version != HASH_VERSION:
         raise FailedPreconditionError(
             f"scheduler {address} hashes blocks by version {welcome.model.hash_version}, this "

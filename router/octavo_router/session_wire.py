@@ -45,6 +45,7 @@ def to_submit(flight: Flight, model: ServedModel, now: float) -> scheduler_pb2.S
         num_sequences=order.num_sequences,
         tenant=order.tenant,
         priority=order.priority,
+        lost_scheduler_id=flight.lost_cell,
         resumes=[
             scheduler_pb2.ResumeSequence(
                 sequence_index=sequence.index,

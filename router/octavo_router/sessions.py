@@ -3,8 +3,9 @@
 Schedulers come from settings and from the registry; one that vanishes from the registry keeps
 its session while it lives. When a session is lost its flights are held while the same scheduler
 is re-dialled (`redial_ms`; refused = not waited for), then go to the lost cell's successor, or
-wait for any scheduler. Each such move counts against `max_moves`, unless the scheduler itself
-handed its work over (MOVED). Must not know: text, HTTP.
+wait for any scheduler that takes requests. A flight is only to blame for a session that broke
+while the scheduler had given nothing of it: these count against `max_moves`; hand-overs (MOVED),
+silent schedulers and streams that ran don't. Must not know: text, HTTP.
 Entry points: `Sessions.start`, `Sessions.submit`, `Sessions.wait_ready`.
 """
 
@@ -12,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import grpc.aio
 
@@ -22,7 +22,8 @@ from octavo.metrics import RouterMetrics
 from octavo.registry import Registry
 from octavo.security import OPEN, Security
 from octavo.serving import open_channel
-from octavo_router.cells import Cell, CellChoice, choose_cell, successor
+from octavo.succession import successor
+from octavo_router.cells import Cell, CellChoice, choose_cell
 from octavo_router.flights import Flight
 from octavo_router.served_model import ServedModel
 from octavo_router.session import Session, may_try_elsewhere, open_session
@@ -33,18 +34,9 @@ DIAL_TIMEOUT_S = 5.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # A session that ended sooner counts as a failed dial.
 _STABLE_S = 1.0
-# How long a lost flight, or a new one while nobody is connected, waits for a scheduler.
+# How long a lost flight waits for a scheduler.
 HOMELESS_S = 10.0
 _RETRY_AFTER_MS = 1000
-
-
-@dataclass(slots=True)
-class _Homeless:
-    """A flight without a session. `lost_cell` "" = it never had one."""
-
-    flight: Flight
-    lost_cell: str
-    give_up_at: float
 
 
 class Sessions:
@@ -71,8 +63,8 @@ class Sessions:
         self._ready: dict[str, Session] = {}
         self._links: dict[str, asyncio.Task[None]] = {}
         # By address: flights that wait for their own scheduler's re-dial.
-        self._held: dict[str, list[_Homeless]] = {}
-        self._homeless: list[_Homeless] = []
+        self._held: dict[str, list[Flight]] = {}
+        self._homeless: list[Flight] = []
         # Scheduler id -> its filter, as published and parsed.
         self._filters: dict[str, tuple[bytes, BloomFilter]] = {}
         self._became_ready = asyncio.Event()
@@ -93,13 +85,13 @@ class Sessions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         error = UnavailableError("the router is shutting down; try again")
-        for homeless in [*self._homeless, *(h for held in self._held.values() for h in held)]:
-            homeless.flight.fail(error)
+        for flight in [*self._homeless, *(f for held in self._held.values() for f in held)]:
+            flight.fail(error)
 
     @property
     def is_ready(self) -> bool:
         """At least one scheduler takes new requests."""
-        return any(not session.load.is_draining for session in self._ready.values())
+        return any(session.load.takes_new for session in self._ready.values())
 
     def connected(self) -> list[Session]:
         """The sessions that live now."""
@@ -162,16 +154,24 @@ class Sessions:
             session.scheduler_id,
             session.load.backlog_tokens,
             session.load.prefill_tokens_per_s,
-            session.load.is_draining,
+            not session.load.takes_new,
             None if held is None else held[1].leading_run,
         )
 
     def _refused(self, session: Session, flight: Flight, error: OctavoError) -> None:
-        """A cell rejected a flight: one more cell is tried if this one is only busy."""
+        """A cell rejected a flight: one more cell is tried if this one is only busy.
+
+        One that a cell lost is a stream that must go on: it waits for a cell that takes it.
+        """
         flight.carrier = None
         others = [s for s in self._ready.values() if s.scheduler_id not in flight.tried_cells]
         is_first = len(flight.tried_cells) == 1
-        other = self._best_for(flight, others) if is_first and may_try_elsewhere(error) else None
+        may_move = may_try_elsewhere(error)
+        other = self._best_for(flight, others) if is_first and may_move else None
+        if other is None and flight.lost_cell and may_move:
+            flight.tried_cells.clear()
+            self._homeless.append(flight)
+            return
         if other is None:
             flight.fail(error)
             return
@@ -190,6 +190,7 @@ class Sessions:
             self._discover()
             self._read_filters()
             self._expire_homeless()
+            self._place(self._homeless)
 
     def _discover(self) -> None:
         """A link for each known address; links of vanished, unconnected ones end."""
@@ -265,42 +266,45 @@ class Sessions:
         held = self._held.pop(address, [])
         self._place([*held, *self._homeless], preferred=session)
         moved_to: str | None = None
+        # An end without a word may be a crash, and a request may have caused it.
+        is_suspicious = True
         try:
             moved_to = await session.run()
             log.info("scheduler %s: session closed", session.scheduler_id)
         except (grpc.RpcError, OctavoError) as error:
+            is_suspicious = isinstance(error, grpc.RpcError)
             log.warning("scheduler %s: session lost: %s", session.scheduler_id, _reason(error))
         finally:
             del self._ready[address]
             if not self._ready:
                 self._became_ready.clear()
             self._metrics.sessions.set(len(self._ready))
-            self._take_back(session, moved_to)
+            self._take_back(session, moved_to, is_suspicious=is_suspicious)
 
     # Flights between sessions.
 
-    def _take_back(self, session: Session, moved_to: str | None) -> None:
+    def _take_back(self, session: Session, moved_to: str | None, *, is_suspicious: bool) -> None:
         """A session ended: what it carried is held, or on its way to the named successor."""
-        is_handover = moved_to is not None
-        give_up_at = asyncio.get_running_loop().time() + HOMELESS_S
-        orphans: list[_Homeless] = []
+        now = asyncio.get_running_loop().time()
+        orphans: list[Flight] = []
         for flight in session.flights.values():
             flight.carrier = None
             if flight.is_over:
                 continue
-            if not is_handover:
-                flight.num_moves += 1
-            if flight.num_moves > self._max_moves:
+            flight.lost_cell, flight.lost_at = session.scheduler_id, now
+            flight.tried_cells.clear()
+            if moved_to is None and is_suspicious and _gave_nothing(flight):
+                flight.num_suspicions += 1
+            if flight.num_suspicions > self._max_moves:
                 flight.fail(
-                    UnavailableError(
-                        f"the request lost its scheduler {flight.num_moves} times "
-                        f"(limit {self._max_moves}); try again",
-                        retry_after_ms=_RETRY_AFTER_MS,
+                    OctavoError(
+                        f"{flight.num_suspicions} schedulers were lost before they gave "
+                        f"anything of this request (limit {self._max_moves}); it is not tried again"
                     )
                 )
                 continue
             self._metrics.moves.inc()
-            orphans.append(_Homeless(flight, session.scheduler_id, give_up_at))
+            orphans.append(flight)
         session.flights.clear()
         if moved_to:
             self._link(moved_to)
@@ -316,36 +320,34 @@ class Sessions:
         if held:
             self._place([*self._homeless, *held])
 
-    def _place(self, homeless: list[_Homeless], preferred: Session | None = None) -> None:
+    def _place(self, homeless: list[Flight], preferred: Session | None = None) -> None:
         """Give each flight a session; those for whom there is none wait on."""
         self._homeless = []
-        by_id = {session.scheduler_id: session for session in self._ready.values()}
-        for item in homeless:
-            if item.flight.is_over:
+        # Schedulers without workers too: the successor may be about to get them.
+        takers = {s.scheduler_id: s for s in self._ready.values() if not s.load.is_draining}
+        if preferred is not None and preferred.load.is_draining:
+            preferred = None
+        for flight in homeless:
+            if flight.is_over:
                 continue
-            session = preferred
+            heir = successor(takers, flight.lost_cell) or flight.lost_cell
+            session = preferred or takers.get(heir)
             if session is None:
-                session = by_id.get(successor(sorted(by_id), item.lost_cell) or "")
-            if session is None and by_id:
-                session = next(iter(by_id.values()))
-            if session is None:
-                self._homeless.append(item)
+                self._homeless.append(flight)
                 continue
-            log.info("request %s: moved to %s", item.flight.order.request_id, session.scheduler_id)
-            session.submit(item.flight)
+            log.info("request %s: moved to %s", flight.order.request_id, session.scheduler_id)
+            session.submit(flight)
 
     def _expire_homeless(self) -> None:
-        now = asyncio.get_running_loop().time()
-        waiting = [item for item in self._homeless if not item.flight.is_over]
-        for item in waiting:
-            if item.give_up_at <= now:
-                item.flight.fail(
+        too_old = asyncio.get_running_loop().time() - HOMELESS_S
+        for flight in self._homeless:
+            if flight.lost_at <= too_old and not flight.is_over:
+                flight.fail(
                     UnavailableError(
                         f"no scheduler took the request over within {HOMELESS_S:g} s; try again",
                         retry_after_ms=_RETRY_AFTER_MS,
                     )
                 )
-        self._homeless = [item for item in waiting if item.give_up_at > now]
 
 
 def _level_of_failure(failures: int, *, was_connected: bool) -> int:
@@ -359,6 +361,11 @@ def _level_of_failure(failures: int, *, was_connected: bool) -> int:
     if failures == 0:
         return logging.INFO
     return logging.WARNING if failures == len(_BACKOFF_S) else logging.DEBUG
+
+
+def _gave_nothing(flight: Flight) -> bool:
+    """Whether its last carrier delivered no id of it."""
+    return flight.num_delivered == flight.num_delivered_before
 
 
 def _reason(error: BaseException) -> str:

@@ -52,6 +52,7 @@ _SURE_FILES = 10_240
 _OTHER_FILES = 256
 # After SIGTERM: time for load balancers to see that this router isn't ready any more.
 _UNREADY_S = 0.2
+_FINISH_POLL_S = 0.05
 
 
 async def run_router(settings: RouterSettings) -> None:
@@ -149,9 +150,9 @@ async def serve_doors(service: Service) -> None:
             follower.cancel()
         service.feed.close()
         await grpc_server.set_serving(False)
-        await asyncio.sleep(_UNREADY_S)
-        http.should_exit = True
-        await grpc_server.stop(settings.drain_grace_s)
+        await asyncio.gather(
+            http.finish(settings.drain_grace_s), grpc_server.stop(settings.drain_grace_s)
+        )
 
 
 async def _follow_readiness(service: Service, server: GrpcServer) -> None:
@@ -190,6 +191,16 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self.is_listening = asyncio.Event()
+
+    async def finish(self, grace_s: float) -> None:
+        """Go on listening, to refuse in words, while answers run; then begin to end."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + grace_s
+        await asyncio.sleep(min(_UNREADY_S, grace_s))
+        while self.server_state.tasks and loop.time() < end:  # noqa: ASYNC110 - uvicorn's own set
+            await asyncio.sleep(_FINISH_POLL_S)
+        self.config.timeout_graceful_shutdown = 1
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

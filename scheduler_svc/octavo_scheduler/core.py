@@ -81,6 +81,8 @@ class Cell:
         self.book = RequestBook(self.accounts)
         self.queue = AdmissionQueue(settings.max_queue_tokens)
         self.is_draining = False
+        # While the cell is handed over: results are read, nothing is planned.
+        self.is_paused = False
         self._placement = Placement(self.queue, settings, clock, self._on_placed)
         self._no_worker_since = clock()
 
@@ -207,9 +209,16 @@ class Cell:
 
     def end_all(self, error: OctavoError) -> int:
         """End every request with an error; returns how many there were."""
+        return self._end_all(FinishReason.ERROR, error)
+
+    def let_go_all(self) -> int:
+        """Drop every request without a word: another scheduler goes on with them. How many."""
+        return self._end_all(FinishReason.MOVED)
+
+    def _end_all(self, reason: FinishReason, error: OctavoError | None = None) -> int:
         requests = list(self.requests.values())
         for request in requests:
-            self._stop_all(request, FinishReason.ERROR, error)
+            self._stop_all(request, reason, error)
         self.on_change()
         return len(requests)
 
@@ -242,6 +251,8 @@ class Cell:
 
     def pump(self) -> None:
         """Send every plan that is due."""
+        if self.is_paused:
+            return
         for member in self.members:
             while composer.may_plan(member.state, len(self.queue)):
                 started = perf_counter()
@@ -260,7 +271,7 @@ class Cell:
     def _compose(self, member: Member) -> Plan | None:
         """One plan for a worker that may take one; None if none is due."""
         worker = member.state
-        num_waiting = 0 if member.is_leaving else len(self.queue)
+        num_waiting = len(self.queue) if member.takes_rows else 0
         cover = composer.choose_cover(worker, num_waiting)
         is_due = composer.is_plan_due(worker, cover)
         if not (is_due or num_waiting or worker.prefilling):
@@ -277,7 +288,7 @@ class Cell:
         return composer.freeze_plan(worker, cover)
 
     def _submit(self, session_id: int, submission: Submission) -> None:
-        is_resubmit = bool(submission.resumes)
+        is_resubmit = bool(submission.resumes or submission.lost_scheduler_id)
         if (session_id, submission.handle) in self.requests:
             raise OctavoError(f"handle {submission.handle} is in use")
         if self.is_draining:

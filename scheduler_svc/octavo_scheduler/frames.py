@@ -83,6 +83,7 @@ def submission_from_proto(message: scheduler_pb2.Submit, model: ModelSpec) -> Su
         tenant=message.tenant,
         priority=message.priority,
         resumes=_resumes(message, model),
+        lost_scheduler_id=message.lost_scheduler_id,
         needs_history=needs_history(sampling),
         wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
     )

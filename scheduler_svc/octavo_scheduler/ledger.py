@@ -24,18 +24,31 @@ _SLICE_BLOCKS = 8192
 class Ledger:
     """Publishes the state of one cell."""
 
-    def __init__(self, registry: Registry, cell: Cell, scheduler_id: str, address: str) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        cell: Cell,
+        scheduler_id: str,
+        address: str,
+        *,
+        takes_workers: bool = True,
+    ) -> None:
         self._registry = registry
         self._cell = cell
         self._scheduler_id = scheduler_id
         self._address = address
+        self._takes_workers = takes_workers
         self._num_publications = 0
         self._usages: dict[str, UsageRecord] = {}
         self._filter_state: tuple[int, ...] = ()
 
+    def announce(self) -> None:
+        """Tell the registry that this scheduler is here, and how it is."""
+        self._registry.announce_scheduler(self._record())
+
     async def publish(self, links: Sequence[WorkerLink]) -> None:
         """Tell the registry the present state; only the filter takes time, a thread's."""
-        self._registry.announce_scheduler(self._record())
+        self.announce()
         usages = {link.worker_id: self._usage(link) for link in links if link.member is not None}
         for usage in usages.values():
             self._registry.publish_usage(usage)
@@ -56,6 +69,7 @@ class Ledger:
             backlog_tokens=cell.backlog_tokens(),
             prefill_tokens_per_s=int(cell.members.prefill_tokens_per_s),
             draining=cell.is_draining,
+            takes_workers=self._takes_workers,
         )
 
     def _usage(self, link: WorkerLink) -> UsageRecord:

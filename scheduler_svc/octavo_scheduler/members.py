@@ -34,6 +34,12 @@ class Member:
     last_step: int = 0
     # It drains: rows that it holds may end, none is added.
     is_leaving: bool = False
+    # The same, for another scheduler is to lead it.
+    is_parting: bool = False
+
+    @property
+    def takes_rows(self) -> bool:
+        return not (self.is_leaving or self.is_parting)
 
 
 class Members(list[Member]):
@@ -72,7 +78,7 @@ class Members(list[Member]):
 
     def open_states(self) -> list[WorkerState]:
         """Workers that take new rows."""
-        return [member.state for member in self if not member.is_leaving]
+        return [member.state for member in self if member.takes_rows]
 
     def holder_of(self, sequence: Sequence) -> WorkerState:
         """The worker on which a running sequence holds its row."""

@@ -24,6 +24,7 @@ class Loss(Enum):
     CRASH = "crash"  # its stream broke
     HANG = "hang"  # its steps stopped
     LEFT = "left"  # it drained, or we let it go
+    TAKEN = "taken"  # another scheduler leads it now
 
 
 class Recovery(NamedTuple):

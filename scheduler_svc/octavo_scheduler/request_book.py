@@ -108,7 +108,8 @@ class RequestBook:
             self.chronicle.ended(sequence, reason)
         request = sequence.request
         handle = request.submission.handle
-        if outbox := self.outboxes.get(request.session_id):
+        outbox = self.outboxes.get(request.session_id)
+        if outbox is not None and reason is not FinishReason.MOVED:
             outbox.finished(
                 FinishedNote(
                     handle,

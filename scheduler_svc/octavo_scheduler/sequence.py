@@ -43,6 +43,8 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+    # Another scheduler goes on with it; its session is told so as a whole.
+    MOVED = "moved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Submission:
     tenant: str = ""
     priority: int = 0
     resumes: tuple[Resume, ...] = ()
+    # Who had it before; "" = nobody.
+    lost_scheduler_id: str = ""
     # Rows must be told all known tokens (penalties, bad words); the prompt is to be reported.
     needs_history: bool = False
     wants_prompt_logprobs: bool = False

@@ -4,6 +4,7 @@ Must not know: how anything is decided. Entry point: `SchedulerService`.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from octavo import WIRE_VERSION
@@ -16,9 +17,13 @@ from octavo_scheduler.frames import LoadNumbers
 from octavo_scheduler.live_view import LiveView
 from octavo_scheduler.picture import Seat
 from octavo_scheduler.sessions import Context, Session
+from octavo_scheduler.takeover import Intake
 from octavo_scheduler.worker_link import WorkerLink
 
 _MIN_WATCH_MS, _MAX_WATCH_MS = 100, 60_000
+# For the last frames of sessions that move.
+_MOVE_S = 1.0
+_LOOK_S = 0.01
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
@@ -27,12 +32,15 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(
         self,
         cell: Cell,
+        intake: Intake,
         scheduler_id: str,
         flush_s: float,
         links: Callable[[], Sequence[WorkerLink]],
         drain: Callable[[float], Awaitable[int]],
     ) -> None:
         self._cell = cell
+        self._intake = intake
+        self._sessions: set[Session] = set()
         self._scheduler_id = scheduler_id
         self._flush_s = flush_s
         self._links = links
@@ -52,14 +60,28 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             draining=cell.is_draining,
         )
 
+    async def move_sessions(self, successor: str) -> None:
+        """End every session with MOVED; returns when they ended, or soon."""
+        for session in self._sessions:
+            session.move(successor)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MOVE_S):
+                while self._sessions:  # noqa: ASYNC110 - rare, and short
+                    await asyncio.sleep(_LOOK_S)
+
     async def Session(self, request_iterator: object, context: Context) -> None:  # noqa: ARG002, N802
-        session = Session(context, self._cell, self._scheduler_id, self._flush_s, self.load)
+        session = Session(
+            context, self._cell, self._intake, self._scheduler_id, self._flush_s, self.load
+        )
+        self._sessions.add(session)
         try:
             await session.serve()
         except OctavoError as error:
             await abort(context, error)
         except TimeoutError:
             await abort(context, InvalidRequestError("no hello came"))
+        finally:
+            self._sessions.discard(session)
 
     async def Describe(  # noqa: N802
         self,

@@ -25,10 +25,13 @@ from octavo.settings import SchedulerSettings
 from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
 from octavo_scheduler import gauges
 from octavo_scheduler.core import Cell
+from octavo_scheduler.handover import HandOver
 from octavo_scheduler.ledger import Ledger
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.server import SchedulerService
+from octavo_scheduler.takeover import Intake
 from octavo_scheduler.worker_link import WorkerLink
+from octavo_scheduler.worker_links import WorkerLinks
 
 logger = logging.getLogger(__name__)
 
@@ -52,32 +55,64 @@ class SchedulerProcess:
         if settings.vllm_metrics:
             gauges.bind_vllm(self.metrics, self.cell)
         self._worker_gauges = gauges.WorkerGauges(self.metrics, self.cell)
-        self.links: dict[str, WorkerLink] = {}
-        self.port = 0
+        self._ready = asyncio.Event()
         self._security = Security.of(settings)
+        self.workers = WorkerLinks(
+            self.cell,
+            self.scheduler_id,
+            self.registry,
+            settings.workers,
+            settings.max_workers,
+            on_attached=self._ready.set,
+            on_taken=self._on_taken,
+            security=self._security,
+        )
+        self.port = 0
         self._server = GrpcServer(security=self._security)
         self._service = SchedulerService(
             self.cell,
+            Intake(self.cell, self.workers, self.scheduler_id),
             self.scheduler_id,
             settings.session_flush_ms / 1000,
             lambda: list(self.links.values()),
             self.drain,
         )
+        self._hand_over = HandOver(
+            self.cell,
+            self.workers,
+            self.registry,
+            self.scheduler_id,
+            self._service.move_sessions,
+        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_pump_due = False
+        self._is_serving = False
         self._deadline_timer: asyncio.TimerHandle | None = None
-        self._ready = asyncio.Event()
+
+    @property
+    def links(self) -> dict[str, WorkerLink]:
+        """By address of the worker."""
+        return self.workers.by_address
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, then drain; the exit code."""
+        """Serve until SIGTERM or SIGINT, then hand over or drain; the exit code."""
         await self.start()
         try:
             await wait_for_signal()
-            logger.info("draining for up to %g s", self.settings.drain_grace_s)
-            await self.drain(self.settings.drain_grace_s)
+            await self.leave(self.settings.drain_grace_s)
         finally:
             await self.stop()
         return 0
+
+    async def leave(self, grace_s: float) -> None:
+        """Hand everything over to another scheduler; without one, finish within the grace."""
+        heir = self._hand_over.find_successor()
+        if heir is None:
+            logger.info("draining for up to %g s", grace_s)
+            await self.drain(grace_s)
+            return
+        await self._close_door()
+        await self._hand_over.run(heir)
 
     async def start(self) -> None:
         """Listen, begin to lead workers; ready when the first one is attached."""
@@ -88,16 +123,21 @@ class SchedulerProcess:
             serve_metrics(self.metrics.registry, settings.host, settings.metrics_port)
         await self.registry.start()
         address = f"{reachable_host(settings.host)}:{self.port}"
-        ledger = Ledger(self.registry, self.cell, self.scheduler_id, address)
-        for worker in settings.workers:
-            self._lead(worker)
+        self._ledger = Ledger(
+            self.registry,
+            self.cell,
+            self.scheduler_id,
+            address,
+            takes_workers=self.workers.takes_workers,
+        )
+        self._ledger.announce()
+        self.workers.start()
         self._spawn("ready", self._announce())
-        self._spawn("tick", self._tick(ledger))
+        self._spawn("tick", self._tick(self._ledger))
 
     async def drain(self, grace_s: float) -> int:
         """No new requests; wait for the accepted ones, then end the rest. How many those are."""
-        self.cell.drain()
-        await self._server.set_serving(False)
+        await self._close_door()
         end = self._loop.time() + grace_s
         while self.cell.requests and self._loop.time() < end:  # noqa: ASYNC110 - no event to keep
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -109,12 +149,9 @@ class SchedulerProcess:
     async def stop(self) -> None:
         """Release the workers, send what is owed, close everything."""
         self.cell.pump()
-        for link in self.links.values():
-            link.release()
-        leading = [self._tasks[address] for address in self.links if address in self._tasks]
-        if leading:
-            await asyncio.wait(leading, timeout=_FAREWELL_S)
+        await self.workers.release(_FAREWELL_S)
         await self._server.stop(_FAREWELL_S)
+        await self.workers.close()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -134,14 +171,20 @@ class SchedulerProcess:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("task %s failed", task.get_name(), exc_info=error)
 
-    def _lead(self, address: str) -> None:
-        link = WorkerLink(address, self.cell, self.scheduler_id, self._ready.set, self._security)
-        self.links[address] = link
-        self._spawn(address, link.run())
+    async def _close_door(self) -> None:
+        """Take no new requests, and say so to everybody."""
+        self.cell.drain()
+        self._ledger.announce()
+        await self._server.set_serving(False)
+
+    def _on_taken(self, leader_id: str) -> None:
+        """Another scheduler leads a worker of ours; with the last one go the requests."""
+        if not self.cell.members and not self.cell.is_draining:
+            self._spawn("move", self._hand_over.move(leader_id, "superseded"))
 
     async def _announce(self) -> None:
         await self._ready.wait()
-        await self._server.set_serving(True)
+        await self._tell_readiness()
         # What lives now lives long: collections need not look at it again.
         gc.collect()
         gc.freeze()
@@ -158,24 +201,21 @@ class SchedulerProcess:
                 if hung is not None and link.member is hung:
                     logger.error("worker %s hangs; its rows move", link.worker_id)
                     link.break_off(Loss.HANG)
+            if self.workers.is_spare:
+                self._ready.set()
+            await self._tell_readiness()
+            if not self.cell.is_draining:
+                await self._hand_over.check_empty()
             self.cell.give_up_waiting()
-            if not self.settings.workers:
-                self._discover()
             self._worker_gauges.tell()
             await ledger.publish(list(self.links.values()))
 
-    def _discover(self) -> None:
-        """Lead the registry's workers that nobody else leads; forget those that went."""
-        mine = ("", self.scheduler_id)
-        free = {r.address for r in self.registry.workers() if r.leader_id in mine}
-        for address in free - self.links.keys():
-            self._lead(address)
-        for address in self.links.keys() - free:
-            # A live stream outranks the registry.
-            if self.links[address].member is None:
-                del self.links[address]
-                if address in self._tasks:
-                    self._tasks[address].cancel()
+    async def _tell_readiness(self) -> None:
+        """Ready: it leads a worker, or others lead all that there are."""
+        is_ready = bool(self.cell.members) or self.workers.is_spare
+        if self._ready.is_set() and is_ready != self._is_serving and not self.cell.is_draining:
+            self._is_serving = is_ready
+            await self._server.set_serving(is_ready)
 
     def _pump_soon(self) -> None:
         if not self._is_pump_due:

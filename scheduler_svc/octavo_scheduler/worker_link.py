@@ -24,13 +24,14 @@ from octavo.errors import FailedPreconditionError, OctavoError
 from octavo.security import OPEN, Security
 from octavo.serving import error_from_rpc, open_channel
 from octavo.v1 import worker_pb2, worker_pb2_grpc
+from octavo.wire_version import check_wire_version
 from octavo_scheduler import dispatch
 from octavo_scheduler.core import Cell
 from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.results import WorkerProtocolError
-from octavo_scheduler.sessions import END_OF_STREAM, check_wire_version, first_of
+from octavo_scheduler.streams import END_OF_STREAM, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ _CALL_TIMEOUT_S = 5.0
 _ATTACH_TIMEOUT_S = 60.0
 _POLL_PHASE_S = 0.2
 _PING_S = 1.0
-_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 3.0
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 1.0
 
 _StepsCall = grpc.aio.StreamStreamCall[Any, Any]
 
@@ -54,6 +55,7 @@ class WorkerLink:
         scheduler_id: str,
         on_attached: Callable[[], None] = lambda: None,
         security: Security = OPEN,
+        on_taken: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.address = address
         self._security = security
@@ -64,6 +66,11 @@ class WorkerLink:
         self._cell = cell
         self._scheduler_id = scheduler_id
         self._on_attached = on_attached
+        self._on_taken = on_taken
+        # The last attempt to reach it failed.
+        self.is_away = False
+        # Who leads it now, if the stream ended for that.
+        self._taken_by = ""
         self._outbox: deque[Plan] = deque()
         self._has_mail = asyncio.Event()
         self._broken = asyncio.Event()
@@ -96,6 +103,7 @@ class WorkerLink:
                 problem = "the stream ended"
             except grpc.aio.AioRpcError as error:
                 problem = error_from_rpc(error).message
+                self.is_away = error.code() is grpc.StatusCode.UNAVAILABLE
             except (OctavoError, WorkerProtocolError, TimeoutError, ValueError) as error:
                 problem = str(error) or type(error).__name__
             except asyncio.CancelledError:
@@ -127,6 +135,8 @@ class WorkerLink:
         attached, inventory = await self._attach(stub, described)
         call: _StepsCall = stub.Steps()
         member: Member | None = None
+        self.is_away = False
+        self._taken_by = ""
         self._broken.clear()
         try:
             hello = worker_pb2.StepsHello(
@@ -137,6 +147,7 @@ class WorkerLink:
                 welcome: Any = await call.read()
             if welcome is END_OF_STREAM or welcome.WhichOneof("message") != "welcome":
                 raise FailedPreconditionError(f"no welcome, but {await call.details()}")
+            check_wire_version(f"worker {self.address}", welcome.welcome.wire_version)
             self._outbox.clear()
             member = await self._join(attached, inventory)
             await first_of(self._read(call, member), self._write(call), self._wait_broken())
@@ -146,6 +157,8 @@ class WorkerLink:
                 loss = self._loss_of(member)
                 logger.info("worker %s left the cell (%s)", self.worker_id, loss.name.lower())
                 self._cell.detach(member, loss)
+                if loss is Loss.TAKEN:
+                    self._on_taken(self._taken_by)
         code = await call.code()
         if code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
             raise FailedPreconditionError(await call.details() or code.name)
@@ -157,7 +170,7 @@ class WorkerLink:
         while True:
             request = worker_pb2.WorkerDescribeRequest()
             described = await stub.Describe(request, timeout=_CALL_TIMEOUT_S)
-            check_wire_version(described.wire_version)
+            check_wire_version(f"worker {self.address}", described.wire_version)
             if described.phase == worker_pb2.WORKER_PHASE_RUNNING:
                 return described
             await asyncio.sleep(_POLL_PHASE_S)
@@ -227,6 +240,9 @@ class WorkerLink:
                 self._cell.note_progress(
                     member, progress.step, is_running=is_running, is_leaving=is_draining
                 )
+            elif kind == "superseded":
+                self._taken_by = message.superseded.leader_id
+                return
 
     async def _write(self, call: _StepsCall) -> None:
         ping = worker_pb2.WorkerStepsRequest(ping=worker_pb2.StepsPing())
@@ -253,6 +269,8 @@ class WorkerLink:
         await self._broken.wait()
 
     def _loss_of(self, member: Member) -> Loss:
+        if self._taken_by:
+            return Loss.TAKEN
         if self._broken.is_set():
             return self._broken_as
         return Loss.LEFT if member.is_leaving or self._is_released else Loss.CRASH

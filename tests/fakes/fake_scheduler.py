@@ -105,7 +105,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             vocab_size=vocab_size,
             eos_token_ids=list(eos_token_ids),
         )
-        self.load = common_pb2.Load()
+        self.load = common_pb2.Load(num_blocks=1024)
         self.submits: list[scheduler_pb2.Submit] = []
         self.cancels: list[scheduler_pb2.Cancel] = []
         self.num_pings = 0

@@ -44,7 +44,7 @@ class SessionPing(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "prompt_token_ids", "root_hash", "block_hashes", "sampling", "num_sequences", "deadline_ms", "tenant", "priority", "traceparent", "resumes", "tracestate")
+    __slots__ = ("handle", "request_id", "prompt_token_ids", "root_hash", "block_hashes", "sampling", "num_sequences", "deadline_ms", "tenant", "priority", "traceparent", "resumes", "tracestate", "lost_scheduler_id")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    LOST_SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     prompt_token_ids: bytes
@@ -71,7 +72,8 @@ class Submit(_message.Message):
     traceparent: str
     resumes: _containers.RepeatedCompositeFieldContainer[ResumeSequence]
     tracestate: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., root_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_sequences: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., resumes: _Optional[_Iterable[_Union[ResumeSequence, _Mapping]]] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    lost_scheduler_id: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., root_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_sequences: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., resumes: _Optional[_Iterable[_Union[ResumeSequence, _Mapping]]] = ..., tracestate: _Optional[str] = ..., lost_scheduler_id: _Optional[str] = ...) -> None: ...
 
 class ResumeSequence(_message.Message):
     __slots__ = ("sequence_index", "delivered_token_ids", "finished")

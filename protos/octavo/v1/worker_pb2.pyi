@@ -203,14 +203,16 @@ class Chunk(_message.Message):
     def __init__(self, row: _Optional[int] = ..., start: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., is_last: bool = ...) -> None: ...
 
 class WorkerStepsResponse(_message.Message):
-    __slots__ = ("welcome", "results", "progress")
+    __slots__ = ("welcome", "results", "progress", "superseded")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     welcome: StepsWelcome
     results: StepResults
     progress: StepsProgress
-    def __init__(self, welcome: _Optional[_Union[StepsWelcome, _Mapping]] = ..., results: _Optional[_Union[StepResults, _Mapping]] = ..., progress: _Optional[_Union[StepsProgress, _Mapping]] = ...) -> None: ...
+    superseded: StepsSuperseded
+    def __init__(self, welcome: _Optional[_Union[StepsWelcome, _Mapping]] = ..., results: _Optional[_Union[StepResults, _Mapping]] = ..., progress: _Optional[_Union[StepsProgress, _Mapping]] = ..., superseded: _Optional[_Union[StepsSuperseded, _Mapping]] = ...) -> None: ...
 
 class StepsWelcome(_message.Message):
     __slots__ = ("wire_version",)
@@ -291,3 +293,11 @@ class StepsProgress(_message.Message):
     step: int
     num_queued_plans: int
     def __init__(self, phase: _Optional[_Union[WorkerPhase, str]] = ..., step: _Optional[int] = ..., num_queued_plans: _Optional[int] = ...) -> None: ...
+
+class StepsSuperseded(_message.Message):
+    __slots__ = ("leader_id", "epoch")
+    LEADER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    leader_id: str
+    epoch: int
+    def __init__(self, leader_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...

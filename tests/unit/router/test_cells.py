@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.blocks import BlockHashRoot, chain
 from octavo.bloom import BloomFilter, build_filter
-from octavo_router.cells import Cell, choose_cell, successor
+from octavo_router.cells import Cell, choose_cell
 
 BLOCK = 16
 
@@ -135,14 +135,3 @@ def test_order_does_not_matter_and_losing_a_cell_moves_only_its_prompts(
         rest = [cell for cell in candidates if cell is not lost]
         if lost.cell_id != home:
             assert chosen(rest, block_hashes) == home
-
-
-def test_successors() -> None:
-    names = [f"cell-{i}" for i in range(5)]
-    for lost in names:
-        heir = successor(names, lost)
-        assert heir != lost
-        assert heir == successor(list(reversed(names)), lost)
-        assert heir == successor([name for name in names if name != lost], lost)
-    assert successor(["a"], "a") is None
-    assert len({successor(names, f"cell-{i}") for i in range(5, 60)}) == 5

@@ -220,19 +220,74 @@ def test_moved_to_a_stranger() -> None:
     asyncio.run(main())
 
 
-def test_too_many_losses_are_an_error() -> None:
+def test_a_request_that_breaks_schedulers_is_an_error() -> None:
     async def main() -> None:
         fake = fake_cell("one")
         async with running_router(fake, max_moves=2) as router:
-            task = await streaming(router)
+            fake.is_paused = True
+            task = asyncio.create_task(router.http.post("/v1/completions", json=BODY))
             for number in range(1, 4):
                 await until(lambda n=number: len(fake.submits) == n and fake.num_live == 2)
                 fake.drop_sessions()
-            stream = await task
-            assert stream.error is not None
-            assert stream.error["code"] == "unavailable"
-            assert "limit 2" in stream.error["message"]
-            await until(lambda: router.outcomes() == {("completions", "rejected"): 1})
+            answer = await task
+            assert answer.status_code == 500
+            assert "limit 2" in answer.json()["error"]["message"]
+            await until(lambda: router.outcomes() == {("completions", "error"): 1})
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_runs_is_not_to_blame() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        fake = fake_cell("one")
+        async with running_router(fake, max_moves=0) as router:
+            task = await streaming(router)
+            for number in range(1, 6):
+                await until(lambda n=number: len(fake.submits) == n)
+                await num_sent(fake, 8 * number)
+                fake.drop_sessions()
+            check_same(await task, texts)
+
+    asyncio.run(main())
+
+
+def test_a_lost_request_that_is_refused_waits_for_who_takes_it() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        cells = [fake_cell("one"), fake_cell("two")]
+        async with running_router(*cells) as router:
+            task = await streaming(router)
+            await until(lambda: any(cell.submits for cell in cells))
+            used, other = cells if cells[0].submits else reversed(cells)
+            await num_sent(used, 10)
+            other.reject = common_pb2.Error(code=14, message="the scheduler is draining")
+            await used.stop()
+            await until(lambda: len(other.submits) >= 2)
+            assert all(s.lost_scheduler_id == used.scheduler_id for s in other.submits)
+            other.reject = None
+            check_same(await task, texts)
+
+    asyncio.run(main())
+
+
+def test_a_cell_without_workers_gets_what_was_lost_and_nothing_new() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        used, spare = fake_cell("used"), fake_cell("spare")
+        spare.load.num_blocks = 0
+        async with running_router(used, spare) as router:
+            for number in range(8):
+                answer = await router.http.post(
+                    "/v1/completions", json={"prompt": f"{number}" * 70}
+                )
+                assert answer.status_code == 200
+            assert not spare.submits
+            task = await streaming(router)
+            await num_sent(used, 10)
+            await used.stop()
+            check_same(await task, texts)
+            assert len(spare.submits) == 1
 
     asyncio.run(main())
 

@@ -21,7 +21,7 @@ from octavo import WIRE_VERSION
 from octavo.blocks import BlockHashRoot, chain
 from octavo.bloom import BloomFilter
 from octavo.cli.ports import free_ports
-from octavo.registry import WorkerRecord
+from octavo.registry import SchedulerRecord, WorkerRecord
 from octavo.serving import open_channel
 from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
@@ -180,6 +180,12 @@ async def fake_workers(num: int, **changes: Any) -> AsyncGenerator[list[FakeWork
         for worker in workers:
             await worker.stop()
             assert not worker.device.violations
+
+
+def child_environment() -> dict[str, str]:
+    """Of a process that runs these very sources."""
+    path = f"{os.environ.get('PYTHONPATH', '')}:{REPOSITORY}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -414,7 +420,7 @@ def test_another_model_is_not_led() -> None:
                 await worker.start()
                 stack.push_async_callback(worker.stop)
             async with scheduler(small.address) as (process, _):
-                process._lead(large.address)
+                process.workers.lead(large.address)
                 await asyncio.sleep(0.5)
                 assert [member.state.worker_id for member in process.cell.members] == ["a"]
                 assert large.leader_id == ""
@@ -441,7 +447,7 @@ def test_idle_cell_sends_no_plan() -> None:
 
 
 def test_process_is_ready_and_ends_at_sigterm(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = child_environment()
     processes: list[subprocess.Popen[str]] = []
 
     def start(*command: str, ready: str) -> str:
@@ -501,6 +507,8 @@ def test_workers_are_found_in_the_registry_unless_another_leads_them() -> None:
             ]
             for record in records:
                 process.registry.announce_worker(record)
+            another = SchedulerRecord("another", "127.0.0.1:1", "fake", 1, 0, 0, draining=False)
+            process.registry.announce_scheduler(another)
             await until(lambda: len(process.cell.members) == 1)
             assert process.cell.members[0].state.worker_id == "w0"
             assert list(process.links) == [workers[0].address]
@@ -515,8 +523,8 @@ def test_workers_are_found_in_the_registry_unless_another_leads_them() -> None:
                 assert usage.num_used + usage.num_cached + usage.num_free == usage.num_blocks
                 used = int.from_bytes(usage.used_bitmap, "little").bit_count()
                 assert used == usage.num_used
-                told = process.registry.schedulers()[0]
-                assert (told.scheduler_id, told.num_workers) == (process.scheduler_id, 1)
+                told = {r.scheduler_id: r.num_workers for r in process.registry.schedulers()}
+                assert told == {process.scheduler_id: 1, "another": 1}
                 hashes = chain(ROOT, np.array(prompt_of(40), np.uint32), 16)
 
                 def is_published() -> bool:
@@ -531,7 +539,7 @@ def test_workers_are_found_in_the_registry_unless_another_leads_them() -> None:
 
 
 def test_kill_minus_nine_of_one_of_two_workers() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = child_environment()
     command = [sys.executable, "-m", "tests.fakes.fake_worker", "--step-ms", "3"]
     processes = [
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)

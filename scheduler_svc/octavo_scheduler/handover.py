@@ -1,0 +1,96 @@
+"""Handing a cell's work to another scheduler: nothing is lost, no session ends without a word.
+
+    drain        stop planning -> results in flight land -> rows go, blocks are sealed ->
+                 workers are released -> MOVED(successor) to every session
+    superseded   another scheduler leads the last worker: MOVED(its address)
+    empty        no worker is left while other cells have some: MOVED(successor)
+
+Routers submit everything again, with the ids that they have. Must not know: protos, how plans
+are made. Entry points: `HandOver.run`, `HandOver.move`, `HandOver.check_empty`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from octavo.registry import Registry, SchedulerRecord
+from octavo.succession import successor
+from octavo_scheduler.core import Cell
+from octavo_scheduler.worker_links import WorkerLinks
+
+logger = logging.getLogger(__name__)
+
+# A worker that hangs must not keep the others' work.
+_LAND_S = 2.0
+_RELEASE_S = 1.0
+_LOOK_S = 0.005
+# A link that broke for a moment is back by then.
+_EMPTY_S = 1.0
+
+MoveSessions = Callable[[str], Awaitable[None]]
+
+
+class HandOver:
+    """Of one scheduler. `move_sessions(address)` ends every session with MOVED."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        links: WorkerLinks,
+        registry: Registry,
+        scheduler_id: str,
+        move_sessions: MoveSessions,
+    ) -> None:
+        self._cell = cell
+        self._links = links
+        self._registry = registry
+        self._scheduler_id = scheduler_id
+        self._move_sessions = move_sessions
+        self._empty_since: float | None = None
+
+    def find_successor(self, *, with_workers: bool = False) -> SchedulerRecord | None:
+        """The scheduler that takes this one's work over; None without another."""
+        others = {
+            record.scheduler_id: record
+            for record in self._registry.schedulers()
+            if not record.draining and (record.num_workers or not with_workers)
+        }
+        return others.get(successor(others, self._scheduler_id) or "")
+
+    async def run(self, heir: SchedulerRecord) -> None:
+        """Hand everything over, workers and requests; the cell is empty afterwards."""
+        cell = self._cell
+        logger.info("handing over to %s at %s", heir.scheduler_id, heir.address)
+        cell.is_paused = True
+        until = cell.clock() + _LAND_S
+        while (  # noqa: ASYNC110 - rare, and short
+            any(m.state.owes_steps for m in cell.members) and cell.clock() < until
+        ):
+            await asyncio.sleep(_LOOK_S)
+        num_requests = cell.let_go_all()
+        cell.is_paused = False
+        cell.pump()  # the last plans: rows that go, and blocks that are sealed
+        await self._links.release(_RELEASE_S)
+        await self._move_sessions(heir.address)
+        logger.info("handed over %d requests", num_requests)
+
+    async def move(self, heir_id: str, why: str) -> None:
+        """The cell has no worker: its requests go to `heir_id`."""
+        addresses = {r.scheduler_id: r.address for r in self._registry.schedulers()}
+        num_requests = self._cell.let_go_all()
+        logger.warning("%s: %d requests go to %s", why, num_requests, heir_id)
+        await self._move_sessions(addresses.get(heir_id, ""))
+
+    async def check_empty(self) -> None:
+        """Call now and then: requests don't wait for a worker here while others have some."""
+        cell = self._cell
+        if cell.members or not cell.requests:
+            self._empty_since = None
+            return
+        now = cell.clock()
+        self._empty_since = self._empty_since or now
+        if now - self._empty_since < _EMPTY_S:
+            return
+        heir = self.find_successor(with_workers=True)
+        if heir is not None:
+            await self.move(heir.scheduler_id, "no worker is left")
