@@ -1,14 +1,19 @@
-"""Prompts, answers and keys appear in no process's log, whatever happens to their request."""
+"""Secrets stay where they belong: prompts, answers and keys appear in no process's log, whatever
+happens to their request; keys and passwords in no answer, no error and on no command line."""
 
 import asyncio
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import httpx
+import pytest
 from tokenizers import Tokenizer
 
 from octavo.serving import open_channel
@@ -93,3 +98,45 @@ def test_no_log_holds_prompts_answers_or_keys(edge_stack: Stack, tiny_folder: Pa
         secrets += [answer, answer[:20], *forms(answer, tiny_folder)]
     found = [secret for secret in secrets if re.search(re.escape(secret), logs, re.IGNORECASE)]
     assert not found
+
+
+def test_no_answer_and_no_command_line_holds_a_key(edge_stack: Stack) -> None:
+    paths = ("/version", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs", "/v1/models")
+
+    async def ask() -> list[httpx.Response]:
+        async with http_client(edge_stack) as client:
+            found = [await client.get(path) for path in (*paths, "/nope", "/v1/models/nope")]
+            found.append(await client.post(TEXT, json={"prompt": 5}))
+        async with httpx.AsyncClient(base_url=edge_stack.url) as thief:
+            headers = {"authorization": f"Bearer {WRONG_KEY}"}
+            found.append(await thief.get("/v1/models", headers=headers))
+        return found
+
+    for answer in asyncio.run(ask()):
+        shown = answer.text + str(answer.headers)
+        assert KEY not in shown, answer.url
+        assert WRONG_KEY not in shown, answer.url
+    services = [*edge_stack.workers, *edge_stack.schedulers, *edge_stack.routers]
+    for service in services:
+        assert KEY.encode() not in Path(f"/proc/{service.process.pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("OCTAVO_REDIS_URL", f"redis://me:{MARKER}@host:bad", "can't be read"),
+        ("OCTAVO_INTERNAL_TOKEN", f"{MARKER}\x01", "must be printable"),
+    ],
+)
+def test_a_wrong_secret_is_refused_without_being_shown(
+    variable: str, value: str, problem: str
+) -> None:
+    environ = {**os.environ, variable: value, "OCTAVO_LOG_LEVEL": "debug"}
+    command = [sys.executable, "-m", "octavo", "scheduler", "--port", "0"]
+    ended = subprocess.run(
+        command, check=False, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2
+    assert problem in ended.stderr
+    assert variable in ended.stderr
+    assert MARKER not in ended.stderr + ended.stdout

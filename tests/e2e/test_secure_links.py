@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -166,6 +169,21 @@ async def ask(stack: Stack) -> Answer:
     async with open_channel(stack.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         return await generate(stub, request(PROMPTS[0], max_tokens=5, ignore_eos=True))
+
+
+def test_top_watches_with_the_services_means(stack: Stack) -> None:
+    command = [sys.executable, "-m", "octavo", "top", "--once", "--schedulers"]
+    for environ, status in ((stack.environ, 0), ({}, 1), ({"OCTAVO_INTERNAL_TOKEN": "wrong"}, 1)):
+        ended = subprocess.run(
+            [*command, stack.schedulers[0].address],
+            check=False,
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert bool(ended.returncode) == bool(status), ended.stdout + ended.stderr
+        assert ("worker-1" in ended.stdout) == (status == 0)
 
 
 def test_a_router_with_a_wrong_token_says_so_and_isnt_ready(stack: Stack) -> None:

@@ -79,6 +79,9 @@ async def _watch_scheduler(
                 raise
         except ValueError:
             problem = "a picture isn't JSON"
+        except OctavoError as error:
+            # Certificates that are just being renewed.
+            problem = error.message
         board.fail(address, _short(problem))
         await asyncio.sleep(_RETRY_S)
 

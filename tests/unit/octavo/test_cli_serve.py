@@ -6,6 +6,7 @@ import re
 import shlex
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from octavo.cli.console import Console
 from octavo.cli.devices import visible_devices, worker_environments, workers_per_device
 from octavo.cli.ports import check_port_is_free, free_ports
 from octavo.cli.serve import parse_options, ready_text
-from octavo.cli.stack import Endpoints
+from octavo.cli.stack import Endpoints, Stack
 from octavo.errors import ConfigurationError
 from octavo.logs import setup_logging
 
@@ -152,3 +153,30 @@ def test_the_log_has_one_prefix_a_process(capsys: pytest.CaptureFixture[str]) ->
     ]
     quiet = _logged(capsys, is_quiet=True)
     assert [line.split()[3] for line in quiet] == ["WARNING", "ERROR"]
+
+
+def test_children_get_their_secrets_by_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("zq-key:acme\n")
+    for name, value in (
+        ("API_KEYS_FILE", str(keys)),
+        ("INTERNAL_TOKEN", "zq-token"),
+        ("REDIS_URL", "redis://:zq-password@127.0.0.1:1"),
+    ):
+        monkeypatch.setenv(f"OCTAVO_{name}", value)
+    stack = Stack(parse_options(["--workers", "2"]), Console())
+    stack._run_folder = tmp_path
+    stack._make_children("redis://:zq-password@127.0.0.1:1")
+    assert [child.spec.name for child in stack.children] == [
+        *("router", "scheduler", "worker-0", "worker-1")
+    ]
+    for child in stack.children:
+        assert "zq-" not in " ".join(child.spec.command)
+        environ = child.spec.environment
+        assert environ["OCTAVO_INTERNAL_TOKEN"] == "zq-token"
+        assert environ["OCTAVO_REDIS_URL"] == "redis://:zq-password@127.0.0.1:1"
+    router = stack.children[0].spec.environment
+    # The file, so that the router sees it change.
+    assert (router["OCTAVO_API_KEYS"], router["OCTAVO_API_KEYS_FILE"]) == ("", str(keys))
