@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from octavo.metric_kinds import STEP_BUCKETS_S, TOKEN_BUCKETS, Metrics
 
-# Every request received, and every accepted sequence, ends in exactly one of these.
+# Every request received, and every accepted sequence, ends in exactly one of these; in a scheduler
+# a sequence may also leave for another one, where it ends.
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "rejected", "error")
 # Those of requests that were answered in full.
 ANSWERED = ("stop", "length")
@@ -26,8 +27,10 @@ MISS_REASONS = (
     "cold",  # nobody had them, as far as is known
     "tail",  # no full block, or the last token, which is always computed
 )
-# Why a worker's sequences moved: its stream broke, its steps stopped, it drained.
-MOVE_REASONS = ("crash", "hang", "left")
+SEQUENCE_OUTCOMES = (*OUTCOMES, "moved")
+# Why a worker's sequences moved: its stream broke, its steps stopped, it drained, another
+# scheduler leads it.
+MOVE_REASONS = ("crash", "hang", "left", "taken")
 # Why tokens that were computed before are computed again. `resume`: a scheduler was lost.
 RECOMPUTE_REASONS = ("preemption", "move", "resume")
 BLOCK_STATES = ("used", "cached", "free")
@@ -122,7 +125,9 @@ class SchedulerMetrics(Metrics):
             "moves_total", "Sequences taken off a worker that was lost", {"reason": MOVE_REASONS}
         )
         self.outcomes = self._counter(
-            "sequence_outcomes_total", "Sequences ended, each in one outcome", {"outcome": OUTCOMES}
+            "sequence_outcomes_total",
+            "Sequences ended, each in one outcome",
+            {"outcome": SEQUENCE_OUTCOMES},
         )
         self.queue_time = self._histogram("queue_time_seconds", "From Submit to the first row")
         self.prefill_time = self._histogram(

@@ -111,6 +111,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.num_pings = 0
         self.num_sessions = 0
         self.is_paused = False
+        # No sequence goes beyond so many ids.
+        self.hold_at: int | None = None
         # As a stopped process: the connection lives, nothing is said.
         self.is_silent = False
         self.prompt_logprobs_per_batch = 4
@@ -325,6 +327,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 )
                 self._add_prompt_logprobs(frame, sequence)
             end = min(sequence.num_sent + self.tokens_per_step, len(sequence.plan.token_ids))
+            if self.hold_at is not None:
+                end = max(sequence.num_sent, min(end, self.hold_at))
             new = list(sequence.plan.token_ids[sequence.num_sent : end])
             sequence.num_sent = end
             if new:

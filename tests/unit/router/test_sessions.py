@@ -58,12 +58,14 @@ def test_a_dropped_session_is_resumed_with_what_was_delivered(count: int) -> Non
     async def main() -> None:
         texts = await undisturbed()
         fake = fake_cell("one")
+        fake.hold_at = count
         async with running_router(fake) as router:
             task = await streaming(router)
             await until(lambda: bool(fake.submits))
             await num_sent(fake, count)
             fake.num_cached_tokens = 16 if count == 0 else 32
             fake.drop_sessions()
+            fake.hold_at = None
             check_same(await task, texts)
             first, second = fake.submits
             assert second.sampling == first.sampling
