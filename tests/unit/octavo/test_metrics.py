@@ -18,6 +18,7 @@ from octavo.metrics import (
     MOVE_REASONS,
     OUTCOMES,
     RECOMPUTE_REASONS,
+    SEQUENCE_OUTCOMES,
     GpuReading,
     RouterMetrics,
     SchedulerMetrics,
@@ -85,7 +86,7 @@ def test_known_labels_start_at_zero() -> None:
 
 def test_label_values_are_those_of_the_services() -> None:
     assert {endpoint.value for endpoint in Endpoint} == set(ENDPOINTS)
-    assert {reason.value for reason in FinishReason} | {"rejected"} == set(OUTCOMES)
+    assert {reason.value for reason in FinishReason} | {"rejected"} == set(SEQUENCE_OUTCOMES)
     assert {loss.value for loss in Loss} == set(MOVE_REASONS)
     assert {lost.value for lost in Lost} == set(RECOMPUTE_REASONS)
 
