@@ -31,6 +31,7 @@ TABLE = {
     ),
     "RequestTimeoutError": ("INVALID_ARGUMENT", 408, "invalid_request_error", "request_timeout"),
     "OverloadedError": ("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded"),
+    "RateLimitError": ("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded"),
     "UnavailableError": ("UNAVAILABLE", 503, "server_error", "unavailable"),
     "DeadlineError": ("DEADLINE_EXCEEDED", 504, "server_error", "deadline_exceeded"),
     "CancelledError": ("CANCELLED", 499, "invalid_request_error", "cancelled"),
