@@ -4,14 +4,16 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from octavo.metric_kinds import MetricSpec
 from octavo.metrics import RouterMetrics, SchedulerMetrics, WorkerMetrics
-from tests.unit.k8s.rendering import FOLDERS, FULL, Document, Manifests, container_of, render
+from tests.unit.k8s.rendering import FOLDERS, FULL, K8S, Document, Manifests, container_of, render
 from tests.unit.k8s.test_pods import environment_of, settings_of
 from tests.unit.k8s.traffic import MONITORING, OUTSIDE, Network
 
+NAME = "app.kubernetes.io/name"
 _SERIES = re.compile(r"\b(?:octavo|vllm)[a-z_:]+")
 
 
@@ -64,12 +66,24 @@ def test_only_the_download_reaches_the_world(folder: str) -> None:
     assert reaching == {"model-fetch"} & dict(manifests.workloads()).keys()
 
 
+def test_jobs_are_named_as_in_compose() -> None:
+    """Dashboards and rules are the same for both."""
+    path = K8S / "components/observability/prometheus/prometheus.yaml"
+    jobs = {job["job_name"] for job in yaml.safe_load(path.read_text())["scrape_configs"]}
+    manifests = render(FULL)
+    monitors = manifests.of_kind("ServiceMonitor", "PodMonitor")
+    assert {monitor["spec"]["jobLabel"] for monitor in monitors} == {"app.kubernetes.io/name"}
+    names = {template["metadata"]["labels"][NAME] for _, template in manifests.services()}
+    assert manifests.get("Service", "router")["metadata"]["labels"][NAME] == "router"
+    assert names == jobs == {"router", "scheduler", "worker"}
+
+
 def test_every_port_with_metrics_is_scraped() -> None:
     manifests = render(FULL)
     monitor = manifests.get("PodMonitor", "schedulers-and-workers")["spec"]
     (expression,) = monitor["selector"]["matchExpressions"]
     (endpoint,) = monitor["podMetricsEndpoints"]
-    assert expression["key"] == "app.kubernetes.io/name"
+    assert expression["key"] == NAME
     assert sorted(expression["values"]) == ["scheduler", "worker"]
     for name in expression["values"]:
         ports = {port["name"] for port in container_of(_pod(manifests, name))["ports"]}
