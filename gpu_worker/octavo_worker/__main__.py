@@ -24,12 +24,14 @@ from octavo.registry import Registry, WorkerRecord, open_registry
 from octavo.security import Security
 from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
 from octavo.settings import WorkerSettings, add_arguments, load
+from octavo.telemetry import open_tracer
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_worker import loading
 from octavo_worker.engine import ENGINE_THREAD
 from octavo_worker.leadership import Leadership, Seat
 from octavo_worker.server import ServedModel, WorkerService
 from octavo_worker.step_profile import write_profile
+from octavo_worker.step_trace import StepTrace
 
 _logger = logging.getLogger("octavo_worker")
 _DRAIN_POLL_S = 0.05
@@ -73,6 +75,7 @@ class _Process:
             names = settings.served_model_name or (model_name_of(settings.model),)
             vllm_metrics.add_to_worker(self._metrics, lambda: names[0])
         self._record: WorkerRecord | None = None
+        self._tracer = open_tracer("worker", self._worker_id)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -97,6 +100,8 @@ class _Process:
             )
             if loaded is None:
                 return 0
+            if self._tracer is not None:
+                loaded.engine.trace_steps(StepTrace(self._tracer, loaded.capacity.device))
             loaded.engine.start()
             service.run(ServedModel(*loaded))
             await self._announce(loaded, port)
@@ -117,6 +122,8 @@ class _Process:
                 if settings.profile:
                     profile = loaded.engine.runner.profile
                     write_profile(settings.profile, self._worker_id, profile)
+            if self._tracer is not None:
+                self._tracer.close()
 
     async def _announce(self, loaded: loading.Loaded, port: int) -> None:
         settings = self._settings

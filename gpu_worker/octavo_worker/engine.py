@@ -16,6 +16,7 @@ from octavo.errors import FailedPreconditionError
 from octavo.metrics import WorkerMetrics
 from octavo_worker.plan import Plan, StepOutcome
 from octavo_worker.runner import Runner
+from octavo_worker.step_trace import StepTrace
 
 _logger = logging.getLogger(__name__)
 ENGINE_THREAD = "engine"
@@ -56,6 +57,7 @@ class Engine:
         self._metrics = metrics
         metrics.rows.set_function(lambda: runner.num_live_rows)
         self._on_fatal = on_fatal
+        self._trace: StepTrace | None = None
         self._changed = threading.Condition()
         # Guarded by `_changed`:
         self._plans: deque[tuple[Plan, int]] = deque()
@@ -75,6 +77,10 @@ class Engine:
     @property
     def max_in_flight(self) -> int:
         return self._max_in_flight
+
+    def trace_steps(self, trace: StepTrace) -> None:
+        """Tell `trace` of every step; before `start`."""
+        self._trace = trace
 
     def start(self) -> None:
         self._thread.start()
@@ -175,6 +181,8 @@ class Engine:
             num_queued = len(self._plans)
             last_until = self._plans[-1][0].decode_until if num_queued else None
         if is_launch:
+            if self._trace is not None:
+                self._trace.launch(plan)
             runner.submit(plan, arrived_ns)
             self._metrics.plan_lead.observe(max(num_queued, runner.num_steps_left(last_until)))
         if runner.num_in_flight >= self._max_in_flight or not is_launch:
@@ -202,12 +210,16 @@ class Engine:
         if self._runner.profile is not None:
             self._runner.profile.note_emitted()
         self._count(outcome)
+        if self._trace is not None:
+            self._trace.read(outcome)
 
     def _finish_reset(self) -> None:
         with self._changed:
             reset, self._reset = self._reset, None
             assert reset is not None
             self._runner.reset()
+            if self._trace is not None:
+                self._trace.clear()
             self._num_plans = self._step = 0
             self._is_busy = False  # who waits for the reset finds an idle engine
             inventory = list(self._runner.sealed.inventory())

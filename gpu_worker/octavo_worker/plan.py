@@ -74,7 +74,10 @@ def _no_ids() -> I64:
 
 @dataclass(frozen=True, slots=True)
 class RowAdd:
-    """A sequence takes a row. `history_token_ids`: all known tokens, for rows that need them."""
+    """A sequence takes a row. `history_token_ids`: all known tokens, for rows that need them.
+
+    `traceparent`: the span in which it takes the row, if its request is sampled.
+    """
 
     row: int
     generation: int
@@ -86,6 +89,7 @@ class RowAdd:
     min_total_tokens: int = 0
     history_token_ids: I64 = field(default_factory=_no_ids)
     num_prompt_tokens: int = 0
+    traceparent: str = ""
 
     @property
     def may_end_too_early(self) -> bool:

@@ -72,6 +72,7 @@ def _row_add(add: worker_pb2.RowAdd) -> RowAdd:
         min_total_tokens=add.min_total_tokens,
         history_token_ids=_u32s(add.history_token_ids, "history_token_ids"),
         num_prompt_tokens=add.num_prompt_tokens,
+        traceparent=add.traceparent,
     )
 
 

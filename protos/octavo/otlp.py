@@ -64,12 +64,15 @@ class OtlpPipeline:
         # The form that processors and exporters take. Going through `start_span` and `end` would
         # cost six times as much (26 against 4 us) and choose the span's id itself, which others
         # had to know before the span ended.
+        attributes = span.attributes
+        if span.num_dropped_events:
+            attributes = {**attributes, "octavo.dropped_events": span.num_dropped_events}
         readable = ReadableSpan(
             name=span.name,
             context=span.context,
             parent=span.parent,
             resource=self._resource,
-            attributes=span.attributes,
+            attributes=attributes,
             events=[Event(event.name, event.attributes, event.time_ns) for event in span.events],
             links=[Link(context) for context in span.links],
             kind=span.kind,

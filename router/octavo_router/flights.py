@@ -15,8 +15,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from opentelemetry.trace import SpanContext
 
 from octavo.errors import OctavoError
+from octavo.telemetry import Value
 from octavo_router.served_model import PromptHashes, ServedModel
 from octavo_router.token_rules import NO_RULES, TokenRules
 
@@ -72,13 +74,22 @@ class PromptEcho(NamedTuple):
     shows_special: bool
 
 
+class FlightTrace(Protocol):
+    """Who keeps the trace of the request that a flight belongs to."""
+
+    @property
+    def context(self) -> SpanContext: ...
+
+    def event(self, name: str, **attributes: Value) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """One prompt to generate from.
 
     `token_ids`: [T] u32. `hash_salt` None = prefixes shared by all. `deadline`: on the event
     loop's clock, in seconds; None = none. `priority`: larger is served first. `echo`: set if the
-    answer repeats the prompt.
+    answer repeats the prompt. `trace`: set if the request is traced.
     """
 
     request_id: str
@@ -92,6 +103,7 @@ class PromptOrder:
     deadline: float | None
     priority: int = 0
     echo: PromptEcho | None = None
+    trace: FlightTrace | None = None
 
 
 class Inbox:

@@ -3,7 +3,7 @@
 Must not know: HTTP, schedulers. Entry point: `InferenceServicer`.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -16,6 +16,7 @@ from octavo_router.generation import Delta, Generation, PromptPart, Usage
 from octavo_router.grpc_guard import Reader, answering
 from octavo_router.http_body import parse_object
 from octavo_router.outcomes import RequestRecord
+from octavo_router.request_trace import begin_trace
 from octavo_router.requests import (
     Endpoint,
     GenerateRequest,
@@ -55,7 +56,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Stream deltas of every choice; the last message holds the usage."""
         async with answering(request, context):
             request_id = clean_request_id(request.request_id)
-            with RequestRecord(self._service.metrics, Endpoint.GRPC) as record:
+            trace = begin_trace(self._service.tracer, Endpoint.GRPC, _header_of(context))
+            with RequestRecord(self._service.metrics, Endpoint.GRPC, trace) as record:
                 tenant = self._authenticate(context)
                 self._service.check_open()
                 parsed = self._parse(request, request_id, tenant, context)
@@ -78,7 +80,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: _Context,
     ) -> GenerateRequest:
         service = self._service
-        service.served_name(request.model)
+        model_name = service.served_name(request.model)
         raw = _raw(request)
         prompts = (self._prompt(request, raw),)
         left_s = context.time_remaining()
@@ -92,6 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             idempotency_key=check_idempotency_key(request.idempotency_key),
             timeout_s=min(limits, default=None),
             is_stream=True,
+            model_name=model_name,
         )
 
     def _prompt(self, request: _Request, raw: Mapping[str, Any]) -> Prompt:
@@ -165,6 +168,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if key == "authorization"
         ]
         return self._service.keys.authenticate(headers)
+
+
+def _header_of(context: _Context) -> Callable[[str], str | None]:
+    """Looks a name up in the call's metadata."""
+
+    def header(name: str) -> str | None:
+        metadata = context.invocation_metadata() or ()
+        return next((v for k, v in metadata if k == name and isinstance(v, str)), None)
+
+    return header
 
 
 def _raw(request: _Request) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from octavo_router.fields import Fields, refuse
 from octavo_router.generation import Generation, Usage
 from octavo_router.http_body import read_object
 from octavo_router.outcomes import RequestRecord
+from octavo_router.request_trace import begin_trace
 from octavo_router.requests import (
     Endpoint,
     GenerateRequest,
@@ -110,7 +111,8 @@ async def answer_completion(service: Service, request: Request) -> Response:
 
 
 async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
-    with RequestRecord(service.metrics, kind.endpoint) as record:
+    trace = begin_trace(service.tracer, kind.endpoint, request.headers.get)
+    with RequestRecord(service.metrics, kind.endpoint, trace) as record:
         service.check_open()
         # Unnamed: a large body isn't kept while the answer is made.
         limit = service.settings.max_body_bytes
@@ -122,6 +124,8 @@ async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
         try:
             if call.request.is_stream:
                 await generation.wait_admitted(ADMISSION_WAIT_S)
+                if trace is not None:
+                    trace.has_answered = True
                 return _stream(generation, kind, call, service)
         except BaseException:
             generation.close()
@@ -152,6 +156,7 @@ def _parse(service: Service, request: Request, kind: _Kind, body: dict[str, Any]
         idempotency_key=check_idempotency_key(request.headers.get("idempotency-key", "")),
         timeout_s=service.timeout_s,
         is_stream=is_stream,
+        model_name=model_name,
     )
     return _Call(generate, model_name, usage)
 

@@ -44,6 +44,7 @@ from octavo_router.prompts import (
     truncate,
 )
 from octavo_router.quotas import Quotas
+from octavo_router.request_trace import PromptTimes, RequestTrace
 from octavo_router.requests import ChatPrompt, GenerateRequest, Prompt
 from octavo_router.served_model import PromptHashes, ServedModel
 from octavo_router.sessions import Sessions
@@ -85,6 +86,9 @@ class Pipeline:
 
         Raises OctavoError; then nothing runs anywhere.
         """
+        record.request_id = request.request_id
+        if record.trace is not None:
+            record.trace.request(request)
         loop = asyncio.get_running_loop()
         deadline = None if request.timeout_s is None else loop.time() + request.timeout_s
         fields = request.fields
@@ -119,13 +123,16 @@ class Pipeline:
         sampling = fields.sampling
         model = await self.sessions.wait_ready()
         salt = salt_of(None if self._share_prefixes else request.tenant or None, fields.cache_salt)
+        trace = record.trace
         started_at = time.perf_counter()
         cells = self.sessions.cells()
-        prepared = await self._in_thread(self._prepare, request, model, salt, cells)
+        prepared = await self._in_thread(self._prepare, request, model, salt, cells, trace)
         num_prompt_tokens = sum(len(item.token_ids) for item in prepared)
         record.prompt(num_prompt_tokens, time.perf_counter() - started_at)
         if charge is not None:
             charge.take_tokens(num_prompt_tokens + (sampling.max_tokens or 0) * num_choices)
+        if trace is not None:
+            trace.sampling(prepared[0].sampling, num_prompt_tokens)
         inbox = Inbox()
         flights: list[Flight] = []
         for item in prepared:
@@ -142,6 +149,7 @@ class Pipeline:
                 # Clients say it as they do elsewhere: smaller comes first.
                 priority=-fields.priority,
                 echo=item.echo,
+                trace=trace,
             )
             is_quiet = not request.is_stream and not sampling.stop
             flights.append(Flight(order, inbox, is_quiet=is_quiet))
@@ -187,12 +195,14 @@ class Pipeline:
         model: ServedModel,
         salt: str | None,
         cells: Sequence[Cell],
+        trace: RequestTrace | None,
     ) -> list[_Prepared]:
         """All that costs time: ids, hashes and the choice of a cell; in a thread."""
         fields = request.fields
         bad_word_ids = encode_bad_words(self.tokenizer, fields.sampling.rules.bad_words)
         prepared: list[_Prepared] = []
         for position, prompt in enumerate(fields.prompts):
+            started_ns = time.time_ns()
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             if len(fields.prompts) > 1:
                 param = f"{param}[{position}]"
@@ -205,7 +215,11 @@ class Pipeline:
                 is_cut = len(token_ids) < len(whole)
                 echo = echo_of(self.tokenizer, prompt, token_ids, is_cut=is_cut)
             hashes = model.hash_prompt(token_ids, salt)
+            tokenized_ns = time.time_ns()
             choice = choose_cell(cells, hashes.blocks, hashes.block_size)
+            if trace is not None:
+                times = PromptTimes(started_ns, tokenized_ns, time.time_ns())
+                trace.prepared(position, times, len(token_ids), hashes.blocks, cells, choice)
             sampling = resolve_sampling(request, model, len(token_ids), position, bad_word_ids)
             prepared.append(_Prepared(token_ids, hashes, choice, echo, sampling))
         return prepared

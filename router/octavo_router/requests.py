@@ -125,6 +125,8 @@ class GenerateRequest:
     timeout_s: float | None
     # Every frame wakes the consumer; otherwise only the end does, unless stop strings need it.
     is_stream: bool
+    # As the answer calls it.
+    model_name: str = ""
 
 
 def clean_request_id(given: str | None) -> str:

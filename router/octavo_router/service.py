@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from octavo.errors import ModelNotFoundError, UnavailableError
 from octavo.metrics import RouterMetrics
 from octavo.settings import RouterSettings
+from octavo.telemetry import Tracer
 from octavo_router.auth import KeyRing
 from octavo_router.fields import show
 from octavo_router.generation_defaults import GenerationDefaults
@@ -38,6 +39,7 @@ class Service:
     registry: CollectorRegistry
     feed: LiveFeed
     quotas: Quotas | None = None
+    tracer: Tracer | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
 

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from octavo.errors import OctavoError, from_grpc_code
+from octavo.telemetry import traceparent_of, tracestate_of
 from octavo.v1 import common_pb2, scheduler_pb2
 from octavo_router.flights import CancelReason, Flight, ResolvedSampling, TokenLogprob
 from octavo_router.served_model import ServedModel
@@ -56,6 +57,9 @@ def to_submit(flight: Flight, model: ServedModel, now: float) -> scheduler_pb2.S
             if sequence.token_ids or sequence.finish is not None
         ],
     )
+    if order.trace is not None:
+        submit.traceparent = traceparent_of(order.trace.context)
+        submit.tracestate = tracestate_of(order.trace.context)
     if order.deadline is not None:
         left_ms = int((order.deadline - now) * 1000)
         submit.deadline_ms = min(max(left_ms, 1), MAX_DEADLINE_MS)

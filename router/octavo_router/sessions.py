@@ -18,6 +18,7 @@ import grpc.aio
 
 from octavo.bloom import BloomFilter
 from octavo.errors import OctavoError, UnavailableError
+from octavo.logs import in_trace
 from octavo.metrics import RouterMetrics
 from octavo.registry import Registry
 from octavo.security import OPEN, Security
@@ -175,11 +176,7 @@ class Sessions:
         if other is None:
             flight.fail(error)
             return
-        log.info(
-            "request %s: refused by %s, tried elsewhere",
-            flight.order.request_id,
-            session.scheduler_id,
-        )
+        _tell(flight, "refused", session.scheduler_id, "refused by %s, tried elsewhere")
         other.submit(flight)
 
     # Discovery and links.
@@ -304,6 +301,8 @@ class Sessions:
                 )
                 continue
             self._metrics.moves.inc()
+            if flight.order.trace is not None:
+                flight.order.trace.event("scheduler lost", cell=session.scheduler_id)
             orphans.append(flight)
         session.flights.clear()
         if moved_to:
@@ -335,7 +334,7 @@ class Sessions:
             if session is None:
                 self._homeless.append(flight)
                 continue
-            log.info("request %s: moved to %s", flight.order.request_id, session.scheduler_id)
+            _tell(flight, "moved", session.scheduler_id, "moved to %s")
             session.submit(flight)
 
     def _expire_homeless(self) -> None:
@@ -348,6 +347,15 @@ class Sessions:
                         retry_after_ms=_RETRY_AFTER_MS,
                     )
                 )
+
+
+def _tell(flight: Flight, event: str, cell_id: str, text: str) -> None:
+    """What happened to a flight, in the log and in its trace. `text` has a place for the cell."""
+    order = flight.order
+    extra = in_trace(order.trace.context if order.trace is not None else None)
+    log.info(f"request %s: {text}", order.request_id, cell_id, extra=extra)
+    if order.trace is not None:
+        order.trace.event(event, cell=cell_id)
 
 
 def _level_of_failure(failures: int, *, was_connected: bool) -> int:

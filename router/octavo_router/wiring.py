@@ -27,6 +27,7 @@ from octavo.registry import open_registry
 from octavo.security import Security, public_security
 from octavo.serving import GrpcServer, announce_ready, wait_for_signal
 from octavo.settings import FileSecret, RouterSettings
+from octavo.telemetry import open_tracer
 from octavo.tls import TlsFiles, https_context
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from octavo_router.app import create_app
@@ -72,6 +73,7 @@ async def run_router(settings: RouterSettings) -> None:
     model_names = settings.served_model_name or (model_name_of(settings.model),)
     if settings.vllm_metrics:
         vllm_metrics.add_to_router(metrics, lambda: model_names[0])
+    tracer = open_tracer("router", router_id)
     sessions = Sessions(
         router_id=router_id,
         static=settings.schedulers,
@@ -99,6 +101,7 @@ async def run_router(settings: RouterSettings) -> None:
             registry=collectors,
             feed=LiveFeed(sessions.connected),
             quotas=quotas,
+            tracer=tracer,
         )
         await registry.start()
         await sessions.start()
@@ -111,6 +114,8 @@ async def run_router(settings: RouterSettings) -> None:
                 await quotas.close()
             await sessions.close()
             await registry.close()
+            if tracer is not None:
+                tracer.close()
 
 
 async def serve_doors(service: Service) -> None:

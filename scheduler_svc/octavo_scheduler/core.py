@@ -132,6 +132,8 @@ class Cell:
             self.book.end(sequence, FinishReason.ERROR, error)
         for sequence in outcome.moved:
             self.metrics.moves.labels(loss.value).inc()
+            if sequence.trace is not None:
+                sequence.trace.moved(member.state.worker_id, loss.value)
             self._queue_again(sequence)
         self.on_change()
 
@@ -164,6 +166,8 @@ class Cell:
         try:
             self._submit(session_id, submission)
         except OctavoError as error:
+            if submission.trace is not None:
+                submission.trace.rejected(error)
             self.reject(session_id, submission.handle, error, submission.num_sequences)
 
     def reject(
@@ -283,6 +287,9 @@ class Cell:
             self._placement.admit(worker, self.members.open_states(), budget)
         preempted = growth.preempted + composer.plan_chunks(worker, budget, max_preemptions)
         self.metrics.preemptions.inc(len(preempted))
+        for sequence in preempted:
+            if sequence.trace is not None:
+                sequence.trace.preempted()
         if not composer.is_plan_due(worker, cover):
             return None
         return composer.freeze_plan(worker, cover)
@@ -318,6 +325,8 @@ class Cell:
         others = (member.state for member in self.members if member.state is not worker)
         self.accounts.placed(sequence, worker, others)
         self.book.start(sequence, now)
+        if sequence.trace is not None:
+            sequence.trace.placed(worker.worker_id, sequence.num_cached, len(sequence.token_ids))
         if (chronicle := self.book.chronicle) is not None:
             self._chronicle_placed(chronicle, sequence, now)
 
@@ -332,6 +341,8 @@ class Cell:
         self.book.deliver(reading.tokens)
         for sequence in reading.prefilled:
             self.accounts.prefilled(sequence)
+            if sequence.trace is not None:
+                sequence.trace.prefilled()
             if self.book.chronicle is not None:
                 self.book.chronicle.first_token(sequence, self.clock())
         for ended in reading.ended:

@@ -36,6 +36,7 @@ def plan_to_proto(plan: Plan) -> worker_pb2.Plan:
             min_total_tokens=added.min_total_tokens,
             history_token_ids=added.history,
             num_prompt_tokens=added.num_prompt_tokens,
+            traceparent=added.traceparent,
         )
     for chunk in plan.chunks:
         message.chunks.add(

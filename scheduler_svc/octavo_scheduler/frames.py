@@ -10,12 +10,14 @@ import numpy as np
 
 from octavo.blocks import HASH_BYTES
 from octavo.errors import InvalidRequestError, OctavoError
+from octavo.telemetry import Tracer
 from octavo.v1 import common_pb2, scheduler_pb2
 from octavo_scheduler.core import CancelReason
 from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
 from octavo_scheduler.plan import ModelSpec
 from octavo_scheduler.sampling import check_sampling, count_ids, needs_history
 from octavo_scheduler.sequence import FinishReason, Resume, Submission
+from octavo_scheduler.sequence_trace import follow
 
 _MAX_SEQUENCES = 128
 _FINISH_REASONS = {
@@ -44,7 +46,9 @@ class LoadNumbers:
     draining: bool
 
 
-def submission_from_proto(message: scheduler_pb2.Submit, model: ModelSpec) -> Submission:
+def submission_from_proto(
+    message: scheduler_pb2.Submit, model: ModelSpec, tracer: Tracer | None = None
+) -> Submission:
     """A checked submission; raises InvalidRequestError naming the field."""
     num_tokens = count_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
     if num_tokens == 0:
@@ -86,6 +90,7 @@ def submission_from_proto(message: scheduler_pb2.Submit, model: ModelSpec) -> Su
         lost_scheduler_id=message.lost_scheduler_id,
         needs_history=needs_history(sampling),
         wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        trace=follow(tracer, message.traceparent, message.tracestate),
     )
 
 

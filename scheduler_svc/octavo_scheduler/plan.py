@@ -59,6 +59,7 @@ class AddedRow:
     num_prompt_tokens: int
     history: bytes = b""
     reports_prompt: bool = False
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class RequestBook:
         deadline = None if timeout_ms is None else now + timeout_ms / 1000
         num_prompt_tokens = len(submission.prompt_token_ids) // 4
         request = Request(submission, session_id, self._serial, now, deadline, num_prompt_tokens)
+        if submission.trace is not None:
+            request.exemplar = submission.trace.exemplar
         request.sequences = make_sequences(request, block_size)
         return request
 
@@ -106,6 +108,9 @@ class RequestBook:
         self._accounts.ended(sequence, reason)
         if self.chronicle is not None:
             self.chronicle.ended(sequence, reason)
+        if sequence.trace is not None:
+            counts = (sequence.num_generated, sequence.num_preemptions, sequence.num_moves)
+            sequence.trace.finished(reason.value, *counts, _problem_of(reason, error))
         request = sequence.request
         handle = request.submission.handle
         outbox = self.outboxes.get(request.session_id)
@@ -136,3 +141,10 @@ class RequestBook:
         if deadline is None or deadline > now:
             return None
         return heapq.heappop(self._due)[2]
+
+
+def _problem_of(reason: FinishReason, error: OctavoError | None) -> str | None:
+    """What a trace says of a sequence that didn't end well."""
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    return reason.value if error is None else error.message

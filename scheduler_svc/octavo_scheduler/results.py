@@ -136,6 +136,8 @@ def _read_plan(worker: WorkerState, reading: Reading) -> None:
         if sequence.row < 0 or worker.rows.holders[sequence.row] is not sequence:
             sequence.num_lost = max(sequence.num_lost, chunk.end)
             continue
+        if sequence.trace is not None:
+            sequence.trace.chunk(worker.last_step, sequence.num_computed, chunk.end)
         sequence.num_computed = chunk.end
         worker.seal(sequence, chunk.end // worker.block_size)
         if chunk.is_last:

@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 from octavo.blocks import block_hash
 from octavo.metric_kinds import Exemplar
+from octavo_scheduler.sequence_trace import SequenceTrace, SubmissionTrace
 
 
 class State(Enum):
@@ -79,6 +80,7 @@ class Submission:
     # Rows must be told all known tokens (penalties, bad words); the prompt is to be reported.
     needs_history: bool = False
     wants_prompt_logprobs: bool = False
+    trace: SubmissionTrace | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +136,7 @@ class Sequence:
     lost_by: Lost | None = None
     # Position of the prompt token whose log-probability is reported next; 0 = not by it.
     next_reported: int = 0
+    trace: SequenceTrace | None = None
 
     @property
     def reports_prompt(self) -> bool:
@@ -191,6 +194,8 @@ def make_sequences(request: Request, block_size: int) -> list[Sequence]:
         sequence.next_reported = int(is_reporter and not sequence.num_generated)
         if sequence.num_generated:
             sequence.lose_kv(len(token_ids) - 1, Lost.RESUME)
+        if submission.trace is not None:
+            sequence.trace = submission.trace.of_sequence(index)
         sequences.append(sequence)
     return sequences
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from octavo import WIRE_VERSION
 from octavo.errors import InvalidRequestError, OctavoError, UnavailableError
 from octavo.serving import abort
+from octavo.telemetry import Tracer
 from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
 from octavo_scheduler import dispatch, frames
 from octavo_scheduler.core import Cell
@@ -37,6 +38,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         flush_s: float,
         links: Callable[[], Sequence[WorkerLink]],
         drain: Callable[[float], Awaitable[int]],
+        tracer: Tracer | None = None,
     ) -> None:
         self._cell = cell
         self._intake = intake
@@ -45,6 +47,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._flush_s = flush_s
         self._links = links
         self._drain = drain
+        self._tracer = tracer
         self._live_view = LiveView(cell, scheduler_id, self._seats)
 
     def load(self) -> LoadNumbers:
@@ -71,7 +74,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     async def Session(self, request_iterator: object, context: Context) -> None:  # noqa: ARG002, N802
         session = Session(
-            context, self._cell, self._intake, self._scheduler_id, self._flush_s, self.load
+            *(context, self._cell, self._intake, self._scheduler_id, self._flush_s, self.load),
+            self._tracer,
         )
         self._sessions.add(session)
         try:

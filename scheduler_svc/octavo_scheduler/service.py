@@ -22,6 +22,7 @@ from octavo.registry import open_registry
 from octavo.security import Security
 from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
 from octavo.settings import SchedulerSettings
+from octavo.telemetry import open_tracer
 from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
 from octavo_scheduler import gauges
 from octavo_scheduler.core import Cell
@@ -69,6 +70,7 @@ class SchedulerProcess:
         )
         self.port = 0
         self._server = GrpcServer(security=self._security)
+        self._tracer = open_tracer("scheduler", self.scheduler_id)
         self._service = SchedulerService(
             self.cell,
             Intake(self.cell, self.workers, self.scheduler_id),
@@ -76,6 +78,7 @@ class SchedulerProcess:
             settings.session_flush_ms / 1000,
             lambda: list(self.links.values()),
             self.drain,
+            self._tracer,
         )
         self._hand_over = HandOver(
             self.cell,
@@ -158,6 +161,8 @@ class SchedulerProcess:
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         await self.registry.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     # ---- inside
 

@@ -18,6 +18,7 @@ import grpc.aio
 
 from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError, UnavailableError
+from octavo.telemetry import Tracer
 from octavo.v1 import scheduler_pb2
 from octavo.wire_version import check_wire_version
 from octavo_scheduler import dispatch, frames
@@ -46,6 +47,7 @@ class Session:
         scheduler_id: str,
         flush_s: float,
         load: Callable[[], LoadNumbers],
+        tracer: Tracer | None = None,
     ) -> None:
         self._context = context
         self._cell = cell
@@ -53,6 +55,7 @@ class Session:
         self._scheduler_id = scheduler_id
         self._flush_s = flush_s
         self._load = load
+        self._tracer = tracer
         self._id = next(_session_ids)
         self._dirty = asyncio.Event()
         self._outbox = Outbox(self._dirty.set)
@@ -113,7 +116,7 @@ class Session:
         model = self._cell.model
         assert model is not None
         try:
-            submission = frames.submission_from_proto(message, model)
+            submission = frames.submission_from_proto(message, model, self._tracer)
         except OctavoError as error:
             self._cell.reject(self._id, message.handle, error)
         else:

@@ -335,6 +335,7 @@ class WorkerState:
             num_prompt_tokens=num_prompt_tokens,
             history=sequence.token_ids.tobytes() if needs_history else b"",
             reports_prompt=sequence.reports_prompt,
+            traceparent="" if sequence.trace is None else sequence.trace.traceparent,
         )
 
     # ---- sealing

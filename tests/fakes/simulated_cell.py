@@ -23,6 +23,7 @@ from octavo_scheduler.plan import Capacity, ModelSpec, Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.sampling import needs_history
 from octavo_scheduler.sequence import Resume, Submission
+from octavo_scheduler.sequence_trace import SubmissionTrace
 from tests.fakes.fake_device import FakeDevice, FakeSize
 
 SESSION = 1
@@ -167,6 +168,7 @@ class SimulatedCell:
         priority: int = 0,
         deadline_ms: int | None = None,
         resumes: Sequence[Resume] = (),
+        trace: SubmissionTrace | None = None,
     ) -> int:
         """Submit and return the handle; `seed` None is greedy."""
         handle = self._next_handle
@@ -193,6 +195,7 @@ class SimulatedCell:
             resumes=tuple(resumes),
             needs_history=needs_history(sampling),
             wants_prompt_logprobs=prompt_logprobs,
+            trace=trace,
         )
         self.cell.submit(SESSION, submission)
         return handle
