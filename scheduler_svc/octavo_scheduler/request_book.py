@@ -145,6 +145,6 @@ class RequestBook:
 
 def _problem_of(reason: FinishReason, error: OctavoError | None) -> str | None:
     """What a trace says of a sequence that didn't end well."""
-    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+    if reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.MOVED):
         return None
     return reason.value if error is None else error.message
