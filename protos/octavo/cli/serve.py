@@ -119,7 +119,8 @@ async def _run_until(
         # Once, here: the services would fetch or convert it all at the same time.
         await asyncio.to_thread(resolve_model, options.model, options.router.revision)
         endpoints = await stack.start()
-        print(ready_text(endpoints, needs_key=bool(options.router.api_keys)), flush=True)
+        needs_key = bool(options.router.api_keys)
+        print(ready_text(endpoints, needs_key=needs_key, has_page=options.router.ui), flush=True)
         await stack.watch()
 
     running = asyncio.create_task(start_and_watch())
@@ -140,7 +141,7 @@ async def _run_until(
     return 0
 
 
-def ready_text(endpoints: Endpoints, *, needs_key: bool) -> str:
+def ready_text(endpoints: Endpoints, *, needs_key: bool, has_page: bool = True) -> str:
     """The closing block: the API's address and a command that works."""
     body = {
         "model": endpoints.model,
@@ -152,11 +153,13 @@ def ready_text(endpoints: Endpoints, *, needs_key: bool) -> str:
         f"curl -s {endpoints.url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"
     )
+    page = f"  page  {endpoints.url}/ui\n" if has_page else ""
     # As it was called here: a venv's commands are often on no path.
     program = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "octavo" else "octavo"
     return (
         f"\nOctavo serves {endpoints.model}: press Ctrl-C to stop\n\n"
         f"  HTTP  {endpoints.url}/v1   (OpenAI API; its documentation: {endpoints.url}/docs)\n"
+        f"{page}"
         f"  gRPC  {endpoints.grpc_address}\n"
         f"  chat  {program} chat --url {endpoints.url}\n\n"
         f"{curl}\n"

@@ -114,6 +114,8 @@ def test_the_closing_block_has_a_command_that_a_shell_reads_back() -> None:
     }
     assert "127.0.0.1:8001" in text
     assert " chat --url http://127.0.0.1:8000\n" in text
+    assert "  page  http://127.0.0.1:8000/ui\n" in text
+    assert "/ui" not in ready_text(endpoints, needs_key=False, has_page=False)
     assert "Authorization" not in text
     assert "Bearer $OCTAVO_API_KEY" in ready_text(endpoints, needs_key=True)
 
