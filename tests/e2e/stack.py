@@ -122,7 +122,8 @@ class Stack:
 
     def start_worker(self) -> Service:
         flags = ("--model", self.model, "--worker-id", f"worker-{len(self.workers)}")
-        worker = self.spawn("worker", *flags, *self._flags[0])
+        port = ("--metrics-port", str(free_port()))
+        worker = self.spawn("worker", *flags, *port, *self._flags[0])
         self.workers.append(worker)
         return worker
 

@@ -1,0 +1,141 @@
+"""A real Prometheus scrapes all services: every query of a dashboard or alert returns data."""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
+
+from octavo.metrics import GpuReading, WorkerMetrics
+from octavo.metrics_http import serve_metrics
+from tests.e2e.generation import request, run_all
+from tests.e2e.prompts import prompt_ids
+from tests.e2e.stack import Stack
+from tests.prometheus_server import Prometheus, promtool
+from tests.unit.observability.queries import (
+    RULES,
+    alert_expressions,
+    panel_queries,
+    selectors_of,
+)
+
+# Until Prometheus has seen twice all that a rate needs.
+PATIENCE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("scraped"), model=tiny_folder, num_workers=2) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def card() -> Iterator[str]:
+    """The address of a worker's metrics with a card, which this machine may not have."""
+    metrics = WorkerMetrics(CollectorRegistry())
+    metrics.sample_gpus(lambda: [GpuReading("0", 0.5, 6 << 30, 8 << 30, 5 << 30)])
+    server = serve_metrics(metrics.registry, "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    stack: Stack, card: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    def with_metrics(services: list[int]) -> list[str]:
+        return [f"127.0.0.1:{port}" for port in services]
+
+    targets = {
+        "router": [router.address for router in stack.routers],
+        "scheduler": with_metrics([s.ports["metrics_port"] for s in stack.schedulers]),
+        "worker": [*with_metrics([w.ports["metrics_port"] for w in stack.workers]), card],
+    }
+    folder = tmp_path_factory.mktemp("prometheus")
+    with Prometheus(folder, targets, [RULES]) as prometheus:
+        promtool("check", "config", prometheus.config_path)
+        yield prometheus
+
+
+@pytest.fixture
+def load(stack: Stack, tiny_folder: Path) -> Iterator[None]:
+    """Some requests all the time, prompts that come again among them."""
+    tokenizer = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    prompts = prompt_ids(encode, [40, 70, 40, 100])
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            run_all(stack.grpc_address, [request(ids, max_tokens=20) for ids in prompts])
+            is_over.wait(0.2)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+
+
+def until_all(pending: dict[str, str], prometheus: Prometheus) -> None:
+    """Ask again until every expression (by its place) returned a number."""
+    deadline = time.monotonic() + PATIENCE_S
+    while pending:
+        for place, expression in list(pending.items()):
+            values = [float(sample["value"][1]) for sample in prometheus.query(expression)]
+            if any(math.isfinite(value) for value in values):
+                del pending[place]
+        if pending and time.monotonic() > deadline:
+            raise AssertionError(f"no data for {pending}")
+        time.sleep(0.5 if pending else 0)
+
+
+@pytest.mark.usefixtures("load")
+def test_every_panel_has_data(prometheus: Prometheus) -> None:
+    queries = {f"{place}: {text}": text for place, text in panel_queries()}
+    assert len(queries) > 80
+    until_all(queries, prometheus)
+
+
+@pytest.mark.usefixtures("load")
+def test_every_alert_reads_series_that_are_there(prometheus: Prometheus) -> None:
+    expressions = alert_expressions()
+    selectors = {
+        f"{name}: {selector}": f"last_over_time({selector}[1m])"
+        for name, expression in expressions.items()
+        for selector in selectors_of(expression)
+    }
+    assert len(selectors) > len(expressions)
+    until_all(selectors, prometheus)
+    deadline = time.monotonic() + PATIENCE_S
+    while {rule["health"] for rule in prometheus.rules()} != {"ok"}:
+        assert time.monotonic() < deadline, prometheus.rules()
+        time.sleep(0.5)
+    assert {rule["name"] for rule in prometheus.rules()} == expressions.keys()
+
+
+def test_every_service_is_scraped(prometheus: Prometheus) -> None:
+    until_all({"up": "count(up == 1) == count(up)"}, prometheus)
+    services = {
+        sample["metric"]["service"]: int(sample["value"][1])
+        for sample in prometheus.query("sum by (service) (octavo_build_info)")
+    }
+    assert services == {"router": 1, "scheduler": 1, "worker": 3}
+
+
+@pytest.mark.usefixtures("load")
+def test_vllm_names_are_stored_as_they_are(prometheus: Prometheus) -> None:
+    names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:cache_config_info")
+    names += ("vllm:request_success_total", "vllm:time_to_first_token_seconds_count")
+    until_all({name: f'{name}{{model_name!=""}}' for name in names}, prometheus)
+    # Of one truth: the router's.
+    (sample,) = prometheus.query("sum(octavo_prompt_tokens_total) - sum(vllm:prompt_tokens_total)")
+    assert float(sample["value"][1]) == 0
