@@ -43,7 +43,8 @@ class Placement:
         remaining = [len(s.token_ids) - s.num_planned for s in worker.prefilling]
         room = admission_room(budget, remaining, worker.limits.min_chunk_tokens)
         for sequence in self._queue.candidates(_SCAN_DEPTH):
-            if not worker.rows.num_free or worker.unproven is not None:
+            is_full = not worker.rows.num_free or max(room) <= 0
+            if is_full or worker.unproven is not None:
                 return
             after = self._try_admit(worker, rivals, sequence, room)
             if after is not None:
@@ -99,7 +100,7 @@ def _candidate(
     has_room = has_room or (bool(state.rows.num_free) and state.has_blocks_for(sequence, hits))
     return Candidate(
         hit_tokens=len(hits) * state.block_size,
-        backlog_tokens=state.backlog_tokens,
+        backlog_tokens=state.backlog_tokens + state.in_flight_tokens,
         tokens_per_s=state.cost.prefill_tokens_per_s or default_rate,
         wait_s=0.0 if has_room else state.wait_for_row_s(),
         num_rows=state.rows.num_held,

@@ -138,6 +138,11 @@ class WorkerState:
         """Known tokens of its rows that no plan computes yet."""
         return sum(len(s.token_ids) - s.num_planned for s in self.prefilling)
 
+    @property
+    def in_flight_tokens(self) -> int:
+        """Prompt tokens of the plans whose results were not read."""
+        return sum(plan.num_prefill_tokens for plan in self.in_flight)
+
     def num_tokens_to_generate(self) -> int:
         """Upper bound over its rows."""
         return int(np.sum(self.rows.limit - self.rows.known))

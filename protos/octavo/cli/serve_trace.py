@@ -4,7 +4,9 @@ Must not know: servers. Entry point: `load_trace`.
 """
 
 import csv
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -40,13 +42,14 @@ def load_trace(path: Path, *, speed: float = 1.0) -> list[TraceEntry]:
 
     JSON lines (`timestamp` in ms, `input_length`, `output_length`, perhaps `hash_ids`), or CSV
     with a header (those names, or Azure's TIMESTAMP, ContextTokens, GeneratedTokens; times in
-    seconds, or as dates). Raises ConfigurationError naming file and line.
+    seconds, or as dates); a name that ends in .gz is decompressed. Raises ConfigurationError
+    naming file and line.
     """
     if not speed > 0:
         raise ConfigurationError(f"--trace-speed {speed}: must be above 0")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = _read(path)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--trace {path}: {error}") from error
     is_json = text.lstrip().startswith("{")
     rows = _json_rows(path, text) if is_json else _csv_rows(path, text)
@@ -61,6 +64,11 @@ def load_trace(path: Path, *, speed: float = 1.0) -> list[TraceEntry]:
         )
         for e in sorted(entries, key=lambda entry: entry.arrival_s)
     ]
+
+
+def _read(path: Path) -> str:
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
