@@ -302,9 +302,26 @@ class SchedulerSettings(CommonSettings):
     max_num_seqs: int = setting(0, "sequences per worker; 0 = the worker's own", minimum=0)
     max_num_batched_tokens: int = setting(0, "tokens per step; 0 = the worker's own", minimum=0)
     enable_prefix_caching: bool = setting(True, "reuse KV blocks of equal prefixes")
-    max_queue_tokens: int = setting(1 << 20, "prompt tokens that may wait in the cell", minimum=1)
+    max_queue_tokens: int = setting(
+        1 << 20, "prompt tokens that may wait before a new request", minimum=1
+    )
+    max_queue_wait_s: float = setting(
+        30.0, "expected wait beyond which new requests are refused; 0 = none", minimum=0
+    )
+    tenant_weights: tuple[str, ...] = setting(
+        (), "shares of tenants in a full queue: tenant=weight comma list; others have 1"
+    )
+    priority_ageing_s: float = setting(
+        5.0, "wait that raises a request by one priority; 0 = none", minimum=0
+    )
     admission_watermark: float = setting(
         0.01, "share of blocks kept free when admitting", minimum=0, maximum=0.5
+    )
+    growth_reserve: float = setting(
+        1.0,
+        "share of the answers' expected growth kept free when admitting; 0 = none",
+        minimum=0,
+        maximum=1,
     )
     admission_max_wait_s: float = setting(
         30.0, "after this wait the head of the queue reserves", minimum=0

@@ -55,7 +55,7 @@ RefusalHandler = Callable[["Session", Flight, OctavoError], None]
 
 @dataclass(frozen=True, slots=True)
 class CellLoad:
-    """A cell's last reported load; fields as in common.proto's Load."""
+    """A cell's last reported load, `backlog_tokens` of prompts only; as in common.proto's Load."""
 
     backlog_tokens: int = 0
     prefill_tokens_per_s: int = 0
@@ -108,6 +108,9 @@ class Session:
         self._open[flight.handle] = {s.index for s in flight.sequences if s.finish is None}
         now = asyncio.get_running_loop().time()
         submit = to_submit(flight, self.model, now)
+        # Until the next frame tells: choices made meanwhile must know of this one.
+        backlog_tokens = self.load.backlog_tokens + len(flight.order.token_ids)
+        self.load = replace(self.load, backlog_tokens=backlog_tokens)
         self._post(scheduler_pb2.SchedulerSessionRequest(submit=submit))
 
     def cancel(
@@ -292,7 +295,9 @@ async def open_session(
 
 
 def _to_load(load: common_pb2.Load) -> CellLoad:
-    return CellLoad(load.backlog_tokens, load.prefill_tokens_per_s, load.draining, load.num_blocks)
+    is_told = load.HasField("prompt_backlog_tokens")
+    backlog_tokens = load.prompt_backlog_tokens if is_told else load.backlog_tokens
+    return CellLoad(backlog_tokens, load.prefill_tokens_per_s, load.draining, load.num_blocks)
 
 
 async def _describe(stub: scheduler_pb2_grpc.SchedulerStub, model: ServedModel) -> ServedModel:

@@ -21,8 +21,10 @@ from octavo.metrics import SchedulerMetrics
 from octavo.settings import SchedulerSettings
 from octavo_scheduler import admission, composer, recovery, results
 from octavo_scheduler.accounts import Accounts
-from octavo_scheduler.admission import AdmissionQueue
+from octavo_scheduler.admission import AdmissionQueue, QueueLimits
 from octavo_scheduler.chronicle import Chronicle
+from octavo_scheduler.fairness import Shares, parse_weights
+from octavo_scheduler.growth import OutputLengths
 from octavo_scheduler.members import Member, Members, PlanSink
 from octavo_scheduler.outbox import Outbox
 from octavo_scheduler.placement import Placement
@@ -79,7 +81,12 @@ class Cell:
         self.members = Members()
         self.accounts = Accounts(metrics, clock)
         self.book = RequestBook(self.accounts)
-        self.queue = AdmissionQueue(settings.max_queue_tokens)
+        self.lengths = OutputLengths()
+        self._shares = Shares(parse_weights(settings.tenant_weights))
+        limits = QueueLimits(
+            settings.max_queue_tokens, settings.max_queue_wait_s, settings.priority_ageing_s
+        )
+        self.queue = AdmissionQueue(limits, self._shares, clock)
         self.is_draining = False
         # While the cell is handed over: results are read, nothing is planned.
         self.is_paused = False
@@ -102,6 +109,10 @@ class Cell:
             return 0
         return min(self.model.max_model_len, self.members.max_pool_tokens)
 
+    def prompt_backlog_tokens(self) -> int:
+        """Prompt tokens that wait or are being computed."""
+        return self.queue.num_tokens + self.members.prompt_backlog_tokens()
+
     def backlog_tokens(self) -> int:
         return self.queue.num_tokens + self.members.backlog_tokens()
 
@@ -111,6 +122,7 @@ class Cell:
         """Lead a worker; `state` is fresh and knows what the worker's cache holds."""
         assert self.model in (None, model), "the link compares model specs before"
         self.model = model
+        state.lengths = self.lengths
         member = Member(state, sink, self.clock())
         self.members.append(member)
         self.on_change()
@@ -129,7 +141,7 @@ class Cell:
                 f"{sequence.num_suspicions} workers were lost while they began this request; "
                 "it is not tried again"
             )
-            self.book.end(sequence, FinishReason.ERROR, error)
+            self._end(sequence, FinishReason.ERROR, error)
         for sequence in outcome.moved:
             self.metrics.moves.labels(loss.value).inc()
             if sequence.trace is not None:
@@ -308,13 +320,18 @@ class Cell:
             admission.check_fits(num_prompt, submission.max_tokens, limit)
         if not is_resubmit:
             num_tokens = sum(sequence.queue_tokens for sequence in request.sequences)
-            self.queue.check_room(num_tokens, self.members.prefill_tokens_per_s)
+            self.queue.check_room(
+                num_tokens,
+                self.members.prefill_tokens_per_s,
+                priority=submission.priority,
+                tenant=submission.tenant,
+            )
         self.book.accept(request)
         for sequence in request.sequences:
             if not is_resubmit:
                 self.queue.push(sequence)
             elif (reason := already_ended(sequence)) is not None:
-                self.book.end(sequence, reason)
+                self._end(sequence, reason)
             else:
                 self._queue_again(sequence)
         self.on_change()
@@ -347,7 +364,7 @@ class Cell:
                 self.book.chronicle.first_token(sequence, self.clock())
         for ended in reading.ended:
             error = OctavoError(ended.message) if ended.reason is FinishReason.ERROR else None
-            self.book.end(ended.sequence, ended.reason, error)
+            self._end(ended.sequence, ended.reason, error)
         for sequence in reading.returning:
             self._queue_again(sequence)
 
@@ -358,6 +375,17 @@ class Cell:
         sequence.queue_tokens = len(sequence.token_ids)
         sequence.state = State.WAITING
         self.queue.push_front(sequence)
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, error: OctavoError | None = None
+    ) -> None:
+        """The sequence holds no row and isn't queued: account what it was, tell its session."""
+        submission, num_generated = sequence.request.submission, sequence.num_generated
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.lengths.observe(num_generated, submission.max_tokens)
+        if sequence.charged_output:
+            self._shares.correct(submission.tenant, num_generated - sequence.charged_output)
+        self.book.end(sequence, reason, error)
 
     def _stop_all(
         self, request: Request, reason: FinishReason, error: OctavoError | None = None
@@ -375,4 +403,4 @@ class Cell:
             self.queue.remove(sequence)
         elif sequence.state is State.RUNNING:
             self.members.holder_of(sequence).release(sequence, is_dead=False)
-        self.book.end(sequence, reason, error)
+        self._end(sequence, reason, error)

@@ -16,7 +16,7 @@ from octavo_scheduler.core import CancelReason
 from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
 from octavo_scheduler.plan import ModelSpec
 from octavo_scheduler.sampling import check_sampling, count_ids, needs_history
-from octavo_scheduler.sequence import FinishReason, Resume, Submission
+from octavo_scheduler.sequence import MAX_PRIORITY, FinishReason, Resume, Submission
 from octavo_scheduler.sequence_trace import follow
 
 _MAX_SEQUENCES = 128
@@ -44,6 +44,7 @@ class LoadNumbers:
     num_blocks: int
     prefill_tokens_per_s: int
     draining: bool
+    prompt_backlog_tokens: int
 
 
 def submission_from_proto(
@@ -85,7 +86,7 @@ def submission_from_proto(
         num_sequences=message.num_sequences,
         deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,
         tenant=message.tenant,
-        priority=message.priority,
+        priority=max(-MAX_PRIORITY, min(message.priority, MAX_PRIORITY)),
         resumes=_resumes(message, model),
         lost_scheduler_id=message.lost_scheduler_id,
         needs_history=needs_history(sampling),
@@ -135,6 +136,7 @@ def load_to_proto(load: LoadNumbers) -> common_pb2.Load:
         num_blocks=load.num_blocks,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         draining=load.draining,
+        prompt_backlog_tokens=load.prompt_backlog_tokens,
     )
 
 

@@ -71,6 +71,10 @@ class Members(list[Member]):
         slots = (m.state.pool.num_usable * m.state.block_size for m in self)
         return max(slots, default=0)
 
+    def prompt_backlog_tokens(self) -> int:
+        """Known tokens of its rows whose KV isn't there yet."""
+        return sum(m.state.backlog_tokens + m.state.in_flight_tokens for m in self)
+
     def backlog_tokens(self) -> int:
         """Tokens that its rows still compute or generate, an upper bound."""
         states = (member.state for member in self)
@@ -125,6 +129,7 @@ def state_of(
         model.block_size,
         limits,
         watermark=settings.admission_watermark,
+        growth_reserve=settings.growth_reserve,
         enable_prefix_caching=settings.enable_prefix_caching,
     )
 

@@ -76,8 +76,8 @@ class Placement:
             return None
         if len(rivals) > 1 and not self._is_best(worker, rivals, sequence):
             return None
-        self._queue.remove(sequence)
         worker.admit(sequence, hits)
+        self._queue.serve(sequence, num_tokens)
         self._on_placed(sequence)
         return room.after(num_tokens, min_chunk)
 

@@ -21,6 +21,8 @@ class RowTable:
         self.known = np.zeros(num_rows, np.int64)  # tokens whose ids were read
         self.capacity = np.zeros(num_rows, np.int64)  # KV slots of the block table
         self.limit = np.zeros(num_rows, np.int64)  # max_total_tokens
+        self.expected = np.zeros(num_rows, np.int64)  # tokens that it is likely to end with
+        self.shared = np.zeros(num_rows, np.int64)  # blocks that it found in the cache
         self.decoding = np.zeros(num_rows, np.bool_)  # its last chunk was planned
         self.session = np.zeros(num_rows, np.int64)
         self.handle = np.zeros(num_rows, np.uint64)
@@ -43,6 +45,8 @@ class RowTable:
         self.known[row] = len(sequence.token_ids)
         self.capacity[row] = len(sequence.block_ids) * self.block_size
         self.limit[row] = sequence.max_total_tokens
+        self.expected[row] = sequence.request.num_prompt_tokens + sequence.expected_output
+        self.shared[row] = len(sequence.block_ids)
         self.decoding[row] = False
         self.session[row] = sequence.request.session_id
         self.handle[row] = sequence.request.submission.handle

@@ -18,6 +18,9 @@ from octavo.blocks import block_hash
 from octavo.metric_kinds import Exemplar
 from octavo_scheduler.sequence_trace import SequenceTrace, SubmissionTrace
 
+# Priorities beyond +- this are taken for it.
+MAX_PRIORITY = 16
+
 
 class State(Enum):
     """Where a sequence is; each has exactly one way out to ENDED."""
@@ -134,6 +137,10 @@ class Sequence:
     # Tokens whose KV was computed when it was lost; `lost_by` is for the next start to count.
     num_lost: int = 0
     lost_by: Lost | None = None
+    # Tokens of its answer that were reckoned with when it got a row.
+    expected_output: int = 0
+    # Of these, what its tenant was charged for.
+    charged_output: int = 0
     # Position of the prompt token whose log-probability is reported next; 0 = not by it.
     next_reported: int = 0
     trace: SequenceTrace | None = None

@@ -61,6 +61,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             num_blocks=cell.members.num_blocks,
             prefill_tokens_per_s=int(cell.members.prefill_tokens_per_s),
             draining=cell.is_draining,
+            prompt_backlog_tokens=cell.prompt_backlog_tokens(),
         )
 
     async def move_sessions(self, successor: str) -> None:

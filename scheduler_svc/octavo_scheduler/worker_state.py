@@ -24,6 +24,7 @@ import numpy as np
 
 from octavo_scheduler.batcher import BatchLimits, StepCost
 from octavo_scheduler.block_pool import BlockPool
+from octavo_scheduler.growth import OutputLengths, peak_blocks
 from octavo_scheduler.plan import AddedRow, Capacity, Chunk, Plan
 from octavo_scheduler.rows import RowTable
 from octavo_scheduler.sequence import FinishReason, Lost, Sequence, State
@@ -87,6 +88,7 @@ class WorkerState:
         limits: BatchLimits,
         *,
         watermark: float = 0.01,
+        growth_reserve: float = 1.0,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.worker_id = worker_id
@@ -95,8 +97,10 @@ class WorkerState:
         self.caching = enable_prefix_caching
         self.pool = BlockPool(capacity.num_blocks)
         self.watermark_blocks = int(watermark * self.pool.num_usable)
+        self.growth_reserve = growth_reserve
         self.rows = RowTable(limits.max_num_seqs, block_size)
         self.cost = StepCost()
+        self.lengths = OutputLengths()  # the cell's, once it is a member
         self.prefilling: list[Sequence] = []  # rows with tokens to plan, by order
         self.computing: dict[bytes, Sequence] = {}  # hash -> who computes that block now
         self.unproven: Sequence | None = None  # a suspect that runs again
@@ -199,12 +203,23 @@ class WorkerState:
         return sequence.block_hashes[num_hits] in self.computing
 
     def has_blocks_for(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether all known tokens and the next one fit above the watermark now."""
+        """Whether all known tokens and the next one fit above the watermark now.
+
+        Beside other rows, there must also be room for what all are likely to draw.
+        """
         slots = min(len(sequence.token_ids) + 1, sequence.max_total_tokens - 1)
         needed = self.num_blocks_for(slots) - len(hits)
         free = self.pool.num_free - self.pool.num_free_among(hits) - self._promised_blocks()
-        watermark = self.watermark_blocks if self.rows.num_held else 0
-        return needed + watermark <= free
+        if not self.rows.num_held:
+            return needed <= free
+        left = free - needed - self.watermark_blocks
+        if left < 0 or not self.growth_reserve:
+            return left >= 0
+        return self._has_room_to_grow(sequence, len(hits), int(left / self.growth_reserve))
+
+    def expected_output(self, sequence: Sequence) -> int:
+        """Tokens of its whole answer, as recent answers let expect."""
+        return self.lengths.expect(sequence.request.submission.max_tokens)
 
     def admit(self, sequence: Sequence, hits: list[int]) -> None:
         """Give the sequence a row in the draft; its first `len(hits)` blocks are computed."""
@@ -215,6 +230,7 @@ class WorkerState:
         sequence.num_cached = len(hits) * self.block_size
         sequence.num_planned = sequence.num_computed = sequence.num_cached
         sequence.state = State.RUNNING
+        sequence.expected_output = self.expected_output(sequence)
         self.rows.take(sequence)
         self.draft.added.append(sequence)
         self.prefilling.append(sequence)
@@ -402,6 +418,23 @@ class WorkerState:
             - len(s.block_ids)
             for s in self.prefilling
         )
+
+    def _has_room_to_grow(self, sequence: Sequence, num_hits: int, num_free: int) -> bool:
+        """Whether the rows' likely growth, the sequence's included, fits into `num_free` blocks."""
+        rows, block_size = self.rows, self.block_size
+        held = np.flatnonzero(rows.limit)
+        total = sequence.request.num_prompt_tokens + self.expected_output(sequence)
+        known = np.append(rows.known[held], len(sequence.token_ids))
+        limit = np.append(rows.limit[held], sequence.max_total_tokens)
+        expected = np.append(rows.expected[held], total)
+        # A row that outlived what was expected is taken to go on for a block.
+        remaining = np.minimum(np.maximum(expected - known, block_size), limit - known)
+        if int(remaining.sum()) // block_size + remaining.size <= num_free:
+            return True
+        capacity = np.append(rows.capacity[held], 0)
+        capacity = np.maximum(capacity, (known // block_size + 1) * block_size)
+        returned = capacity // block_size - np.append(rows.shared[held], num_hits)
+        return peak_blocks(remaining, capacity - known, returned, block_size) <= num_free
 
     def _stop_computing(self, sequence: Sequence, first: int) -> None:
         for block_hash in sequence.block_hashes[first:]:

@@ -78,12 +78,14 @@ class Fill:
     rows: int = 0
     context: int = 0
     looks: int = 0
+    most_used: int = 0  # blocks
 
     def add(self, worker: dict[str, Any]) -> None:
         slots = worker["num_used_blocks"] * BLOCK_SIZE
         if not slots:
             return
         self.looks += 1
+        self.most_used = max(self.most_used, worker["num_used_blocks"])
         self.slots += slots
         self.filled += slots * worker["kv_utilization"]
         self.rows += worker["num_rows"]
@@ -141,8 +143,10 @@ def test_allocated_memory_holds_real_tokens(
     assert fill.looks >= 10
     assert context >= 200
     assert ratio >= 0.96
-    # The pool was short, and the gauge says the same as the picture.
-    assert preemptions > 0
+    # The pool was short, yet few had to leave it: the growth of those in it was reckoned with.
+    assert fill.most_used >= 0.8 * 299
+    assert preemptions <= len(messages) / 4
+    # The gauge says the same as the picture.
     assert metrics['octavo_kv_utilization_ratio{worker="worker-0"}'] <= 1
 
 

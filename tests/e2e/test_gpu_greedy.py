@@ -1,6 +1,7 @@
 """On a card: tiny models of every family behind the real services equal transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -53,7 +54,12 @@ def test_family(family: str, tmp_path: Path) -> None:
 def test_schedules(flags: tuple[str, str], tiny_folder: Path, tmp_path: Path) -> None:
     prompts = load_prompts(tiny_folder, 60)
     messages = [request(ids, max_tokens=MAX_TOKENS) for ids in prompts]
-    with Stack(tmp_path, model=tiny_folder, worker_flags=(*ON_CARD, *flags)) as stack:
+    options: dict[str, Any] = {
+        "worker_flags": (*ON_CARD, *flags),
+        # Nothing is kept free for growth: a small pool's rows push one another out.
+        "scheduler_flags": ("--growth-reserve", "0"),
+    }
+    with Stack(tmp_path, model=tiny_folder, **options) as stack:
         answers = run_all(stack.grpc_address, messages)
         assert_greedy(tiny_folder, prompts, answers, MAX_TOKENS, TINY_EOS_TOKEN_IDS)
         if "--num-kv-blocks" in flags:

@@ -32,7 +32,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "all at once": {},
     "chunks of 64": {"worker_flags": ("--max-num-batched-tokens", "64")},
     "block size 32": {"worker_flags": ("--block-size", "32")},
-    "small pool": {"worker_flags": ("--num-kv-blocks", "60")},
+    # Admitted by their prompts alone: they collide.
+    "small pool": {
+        "worker_flags": ("--num-kv-blocks", "60"),
+        "scheduler_flags": ("--growth-reserve", "0"),
+    },
     "two workers": {"num_workers": 2},
     "no lease": {"scheduler_flags": ("--lease-steps", "0")},
 }
@@ -77,8 +81,11 @@ def test_seeded_text_is_the_same_alone_in_a_crowd_and_after_preemption(
     with Stack(tmp_path / "roomy", model=tiny_folder) as stack:
         alone = run_all(stack.grpc_address, messages, at_once=1)
         crowd = run_all(stack.grpc_address, messages)
-    flags = ("--num-kv-blocks", "40")
-    with Stack(tmp_path / "tight", model=tiny_folder, worker_flags=flags) as stack:
+    options: dict[str, Any] = {
+        "worker_flags": ("--num-kv-blocks", "40"),
+        "scheduler_flags": ("--growth-reserve", "0"),
+    }
+    with Stack(tmp_path / "tight", model=tiny_folder, **options) as stack:
         tight = run_all(stack.grpc_address, messages)
         assert total(stack.scheduler_metrics(), "octavo_preemptions_total") > 0
     assert [a.ids for a in crowd] == [a.ids for a in alone]

@@ -41,7 +41,7 @@ def open_cell(folder: Path, model: Path, *, is_tight: bool) -> Generator[Cell]:
         folder,
         model=model,
         worker_flags=("--max-num-batched-tokens", "64", *flags),
-        scheduler_flags=("--check-integrity", "true"),
+        scheduler_flags=("--check-integrity", "true", "--growth-reserve", "0"),
     )
     try:
         stack.start_worker().wait_ready()

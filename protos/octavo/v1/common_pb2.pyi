@@ -105,7 +105,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("backlog_tokens", "num_waiting", "num_running", "num_used_blocks", "num_blocks", "prefill_tokens_per_s", "draining")
+    __slots__ = ("backlog_tokens", "num_waiting", "num_running", "num_used_blocks", "num_blocks", "prefill_tokens_per_s", "draining", "prompt_backlog_tokens")
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class Load(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
     backlog_tokens: int
     num_waiting: int
     num_running: int
@@ -120,4 +121,5 @@ class Load(_message.Message):
     num_blocks: int
     prefill_tokens_per_s: int
     draining: bool
-    def __init__(self, backlog_tokens: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    prompt_backlog_tokens: int
+    def __init__(self, backlog_tokens: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[int] = ..., draining: bool = ..., prompt_backlog_tokens: _Optional[int] = ...) -> None: ...

@@ -8,7 +8,8 @@ devices. Entry point: `POLICIES`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from octavo_router.cells import Cell, choose_cell, rendezvous_weight
+from octavo.succession import rendezvous_weight
+from octavo_router.cells import Cell, choose_cell
 from tests.bench.simulator.workload import SimRequest
 
 # A bounded hash passes on when a worker holds this many times the mean number of requests.
@@ -86,9 +87,7 @@ def least_ttft(request: SimRequest, targets: Sequence[Target], block_size: int, 
     return min(targets, key=ttft_s).cell.cell_id
 
 
-def private(
-    request: SimRequest, targets: Sequence[Target], block_size: int, memory: Memory
-) -> str:
+def private(request: SimRequest, targets: Sequence[Target], block_size: int, memory: Memory) -> str:
     """Each router trusts its own memory: a quarter of the prompt, else its fewest requests."""
     run = 0
     chosen = ""

@@ -155,9 +155,7 @@ def _spread(entries: Sequence[TraceEntry], rng: Random) -> tuple[TraceEntry, ...
     return tuple(
         replace(entry, arrival_s=start_s + offset_s)
         for start_s, lump in lumps.items()
-        for entry, offset_s in zip(
-            lump, sorted(rng.uniform(0, _LUMP_S) for _ in lump), strict=True
-        )
+        for entry, offset_s in zip(lump, sorted(rng.uniform(0, _LUMP_S) for _ in lump), strict=True)
     )
 
 

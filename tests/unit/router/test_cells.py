@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.blocks import BlockHashRoot, chain
 from octavo.bloom import BloomFilter, build_filter
-from octavo_router.cells import Cell, choose_cell
+from octavo_router.cells import COLD_SLACK_S, WARM_SLACK_S, Cell, choose_cell
 
 BLOCK = 16
 
@@ -71,7 +71,7 @@ def test_a_prompt_under_one_block_goes_where_the_least_waits() -> None:
     assert chosen(waiting, []) == "b"
 
 
-def test_a_full_cell_spills_to_the_next_by_weight() -> None:
+def test_a_slow_cell_spills_to_the_next_by_weight() -> None:
     block_hashes = prompt(3, 300)
     order: list[str] = []
     candidates = cells(4, prefill_tokens_per_s=1000)
@@ -80,23 +80,49 @@ def test_a_full_cell_spills_to_the_next_by_weight() -> None:
         assert choice is not None
         order.append(choice.cell_id)
         assert choice.is_spilled == (len(order) > 1)
+        late = round(1000 * COLD_SLACK_S) + 1
         candidates = [
-            Cell(c.cell_id, 4001 if c.cell_id in order else c.backlog_tokens, 1000)
+            Cell(c.cell_id, late if c.cell_id in order else c.backlog_tokens, 1000)
             for c in candidates
         ]
     assert sorted(order) == [cell.cell_id for cell in candidates]
-    # All are full: the least of the backlogs.
-    full = [Cell(f"cell-{i}", 9000 + i, 1000) for i in (2, 0, 1)]
+    # All are late, by as much: the first again. One of them less than the rest: that one.
+    assert chosen(candidates, block_hashes) == order[0]
+    full = [Cell(f"cell-{i}", 9000 + 200 * i, 1000) for i in (2, 0, 1)]
     assert chosen(full, block_hashes) == "cell-0"
 
 
-def test_the_bound_is_seconds_of_the_cells_own_rate() -> None:
+def test_slack_is_time_by_each_cells_own_rate() -> None:
     block_hashes = prompt(3, 300)
     first = chosen(cells(2), block_hashes)
     other = next(cell.cell_id for cell in cells(2) if cell.cell_id != first)
-    fast = [Cell(first, 39_000, 10_000), Cell(other, 0, 10_000)]
-    slow = [Cell(first, 39_000, 9_000), Cell(other, 0, 9_000)]
+    late = round(9_000 * COLD_SLACK_S) + 1
+    fast = [Cell(first, late, 10_000), Cell(other, 0, 10_000)]
+    slow = [Cell(first, late, 9_000), Cell(other, 0, 9_000)]
     assert (chosen(fast, block_hashes), chosen(slow, block_hashes)) == (first, other)
+
+
+def test_a_warm_cell_is_worth_a_longer_wait_than_its_hits_save() -> None:
+    known = prompt(1, 160)
+    warm = filter_of(known[:5])
+
+    def home(backlog_tokens: int) -> str:
+        return chosen([Cell("warm", backlog_tokens, 1000, False, warm), Cell("b", 0, 1000)], known)
+
+    saved = 5 * BLOCK
+    assert home(saved + round(1000 * WARM_SLACK_S)) == "warm"
+    assert home(saved + round(1000 * WARM_SLACK_S) + 1) == "b"
+
+
+def test_a_run_below_a_quarter_of_the_prompt_does_not_rank() -> None:
+    known = prompt(1, 20 * BLOCK)
+    home = chosen(cells(4), known)
+    for cell in cells(4):
+        few = Cell(cell.cell_id, leading_run=filter_of(known[:4]))
+        others = [c for c in cells(4) if c.cell_id != cell.cell_id]
+        assert chosen([few, *others], known) == home
+        enough = Cell(cell.cell_id, leading_run=filter_of(known[:5]))
+        assert chosen([enough, *others], known) == cell.cell_id
 
 
 def test_prompts_of_one_family_share_a_cell_and_families_spread() -> None:

@@ -5,11 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ContextLengthError, OverloadedError
-from octavo_scheduler.admission import AdmissionQueue, check_fits
+from octavo_scheduler.admission import AdmissionQueue, QueueLimits, check_fits
+from octavo_scheduler.fairness import Shares
 from octavo_scheduler.sequence import Request, Sequence, Submission, make_sequences
 
 
-def sequence(serial: int, priority: int = 0, length: int = 10) -> Sequence:
+def sequence(
+    serial: int, priority: int = 0, length: int = 10, tenant: str = "", arrival: float = 0.0
+) -> Sequence:
     submission = Submission(
         handle=serial,
         request_id="",
@@ -21,10 +24,15 @@ def sequence(serial: int, priority: int = 0, length: int = 10) -> Sequence:
         min_tokens=0,
         ending_ids=frozenset(),
         priority=priority,
+        tenant=tenant,
     )
-    request = Request(submission, 1, serial, 0.0, None, length)
+    request = Request(submission, 1, serial, arrival, None, length)
     request.sequences = make_sequences(request, 16)
     return request.sequences[0]
+
+
+def queue_of(max_tokens: int) -> AdmissionQueue:
+    return AdmissionQueue(QueueLimits(max_tokens), Shares())
 
 
 Item = tuple[int, bool, bool]  # priority, came back, is removed
@@ -32,7 +40,7 @@ Item = tuple[int, bool, bool]  # priority, came back, is removed
 
 @given(items=st.lists(st.tuples(st.integers(-2, 2), st.booleans(), st.booleans()), max_size=30))
 def test_order_is_priority_then_came_back_then_age(items: list[Item]) -> None:
-    queue = AdmissionQueue(10_000)
+    queue = queue_of(10_000)
     sequences = [sequence(serial, priority) for serial, (priority, _, _) in enumerate(items)]
     for one, (_, came_back, _) in zip(sequences, items, strict=True):
         if not came_back:
@@ -53,7 +61,7 @@ def test_order_is_priority_then_came_back_then_age(items: list[Item]) -> None:
 
 
 def test_candidates_may_be_removed_meanwhile() -> None:
-    queue = AdmissionQueue(1000)
+    queue = queue_of(1000)
     for serial in range(5):
         queue.push(sequence(serial))
     served: list[int] = []
@@ -65,7 +73,7 @@ def test_candidates_may_be_removed_meanwhile() -> None:
 
 
 def test_full_queue_says_when_to_retry() -> None:
-    queue = AdmissionQueue(100)
+    queue = queue_of(100)
     queue.check_room(500, 0.0)  # an empty queue takes anything that fits a worker
     queue.push(sequence(0, length=90))
     queue.check_room(10, 0.0)
@@ -84,3 +92,106 @@ def test_never_fitting_names_what_to_change() -> None:
     with pytest.raises(ContextLengthError) as caught:
         check_fits(200, 1, 128)
     assert caught.value.param == "prompt"
+
+
+def test_a_wait_is_bounded_by_how_fast_the_queue_drains() -> None:
+    now = 0.0
+    queue = AdmissionQueue(QueueLimits(10**9, max_wait_s=5.0), Shares(), lambda: now)
+    for serial in range(100):
+        queue.push(sequence(serial, length=100))
+    queue.check_room(100, 2000.0)  # 10,000 tokens at 2,000 a second
+    with pytest.raises(OverloadedError, match="at 1000 tokens/s that takes 10") as caught:
+        queue.check_room(100, 1000.0)
+    assert caught.value.retry_after_ms == 5000
+    # It is seen to drain at 500 a second: what others assume doesn't matter any more.
+    for one in list(queue.candidates(60)):
+        now += 0.2
+        queue.serve(one, 100)
+    with pytest.raises(OverloadedError, match="tokens/s that takes 8"):
+        queue.check_room(100, 10**9)
+
+
+def flooded(weights: dict[str, float] | None = None) -> AdmissionQueue:
+    """Tenant "a" holds 900 of 1,000 tokens."""
+    queue = AdmissionQueue(QueueLimits(1000), Shares(weights))
+    for serial in range(90):
+        queue.push(sequence(serial, tenant="a"))
+    return queue
+
+
+def test_who_floods_the_queue_is_refused_and_others_are_not() -> None:
+    queue = flooded()
+    with pytest.raises(OverloadedError):
+        queue.check_room(110, 1000.0, tenant="a")
+    queue.check_room(110, 1000.0, tenant="b")
+    # Beyond its share it is refused too: 510 of its own, and as many of the other's before.
+    with pytest.raises(OverloadedError):
+        queue.check_room(510, 1000.0, tenant="b")
+    flooded({"b": 4.0}).check_room(510, 1000.0, tenant="b")
+
+
+def test_higher_priorities_see_only_what_goes_before_them() -> None:
+    queue = flooded()
+    queue.check_room(900, 1000.0, tenant="a", priority=1)
+    with pytest.raises(OverloadedError):
+        queue.check_room(110, 1000.0, tenant="b", priority=-1)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=40),
+    st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 3.0]), max_size=3),
+)
+def test_service_is_fair_and_keeps_each_tenants_order(
+    items: list[tuple[str, int]], weights: dict[str, float]
+) -> None:
+    shares = Shares(weights)
+    queue = AdmissionQueue(QueueLimits(10**6), shares)
+    for serial, (tenant, length) in enumerate(items):
+        queue.push(sequence(serial, length=length, tenant=tenant))
+    foreseen = list(queue.candidates(len(items)))
+    order: list[Sequence] = []
+    got = dict.fromkeys("abc", 0.0)
+    while len(queue):
+        waiting = {s.request.submission.tenant for s in queue.sequences()}
+        (first,) = queue.candidates(1)
+        tenant = first.request.submission.tenant
+        # Among those that wait, nobody was served less for its weight.
+        assert all(got[tenant] <= got[other] + 1e-9 for other in waiting)
+        queue.serve(first, first.queue_tokens)
+        got[tenant] += first.queue_tokens / shares.weight(tenant)
+        order.append(first)
+    assert order == foreseen
+    for tenant in "abc":
+        serials = [s.request.serial for s in order if s.request.submission.tenant == tenant]
+        assert serials == sorted(serials)
+
+
+def test_waiting_raises_the_priority() -> None:
+    now = 0.0
+    queue = AdmissionQueue(QueueLimits(1000, ageing_s=10.0), Shares(), lambda: now)
+    old = sequence(0, priority=-2)
+    queue.push(old)
+    now = 19.0
+    new = sequence(1, priority=0, arrival=now)
+    queue.push(new)
+    assert list(queue.candidates(2)) == [new, old]
+    now = 20.0
+    assert list(queue.candidates(2)) == [old, new]
+    # Those who came back of a level still go before its fresh ones.
+    back = sequence(2, priority=0, arrival=now)
+    queue.push_front(back)
+    assert list(queue.candidates(3)) == [old, back, new]
+
+
+def test_an_end_corrects_what_was_charged() -> None:
+    shares = Shares()
+    queue = AdmissionQueue(QueueLimits(1000), shares)
+    one = sequence(0, tenant="a")
+    one.expected_output = 40
+    queue.push(one)
+    queue.serve(one, 10)
+    assert (shares.time("a"), one.charged_output) == (50.0, 40)
+    # One that comes back was charged before.
+    queue.push_front(one)
+    queue.serve(one, 10)
+    assert shares.time("a") == 50.0

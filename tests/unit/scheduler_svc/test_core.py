@@ -168,7 +168,7 @@ def test_logprobs_stay_with_their_tokens() -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_tiny_pool_preempts_and_texts_stay(delay: int) -> None:
-    sim = SimulatedCell(tiny_pool())
+    sim = SimulatedCell(tiny_pool(), settings=settings(growth_reserve=0.0))
     for link in sim.links.values():
         link.delay = delay
     prompts = [prompt_of(20 + i, seed=i) for i in range(6)]
@@ -190,7 +190,7 @@ def test_tiny_pool_preempts_and_texts_stay(delay: int) -> None:
 
 
 def test_preempted_seeded_siblings_draw_the_same() -> None:
-    sim = SimulatedCell(tiny_pool(30))
+    sim = SimulatedCell(tiny_pool(30), settings=settings(growth_reserve=0.0))
     prompts = [prompt_of(33 + i, seed=i) for i in range(3)]
     handles = [sim.submit(prompt, 120, num_sequences=2, seed=i) for i, prompt in enumerate(prompts)]
     sim.run()
@@ -204,13 +204,26 @@ def test_preempted_seeded_siblings_draw_the_same() -> None:
 
 
 def test_low_priority_is_preempted_first() -> None:
-    sim = SimulatedCell(tiny_pool(24))
+    sim = SimulatedCell(tiny_pool(24), settings=settings(growth_reserve=0.0))
     low = sim.submit(prompt_of(60, seed=1), 150, priority=-1)
     high = sim.submit(prompt_of(60, seed=2), 150, priority=1)
     sim.run()
     assert finished(sim, low).num_preemptions > 0
     assert finished(sim, high).num_preemptions == 0
     sim.assert_all_free()
+
+
+def test_reserving_growth_spares_preemptions() -> None:
+    counts: list[float] = []
+    for growth_reserve in (0.0, 1.0):
+        sim = SimulatedCell(tiny_pool(60), settings=settings(growth_reserve=growth_reserve))
+        for i in range(24):
+            sim.submit(prompt_of(30 + i, seed=i), 100)
+        sim.run()
+        counts.append(sim.counter("preemptions_total"))
+        sim.assert_all_free()
+    assert counts[0] >= 10
+    assert counts[1] <= 2
 
 
 @pytest.mark.parametrize("max_preemptions", [0, 1, 3])
@@ -485,7 +498,8 @@ def test_lost_worker_loses_no_token(kill_after: int, loss: Loss) -> None:
 
 
 def test_lost_worker_while_preempted_sequences_leave() -> None:
-    sim = SimulatedCell(tiny_pool(24), num_workers=2)
+    options = settings(growth_reserve=0.0)
+    sim = SimulatedCell(tiny_pool(24), num_workers=2, settings=options)
     prompts = [prompt_of(60, seed=i) for i in range(6)]
     handles = [sim.submit(prompt, 150) for prompt in prompts]
     while not any(member.state.leaving for member in sim.members):

@@ -55,6 +55,7 @@ class Fuzz:
             max_preemptions=int(rng.integers(0, 4)),
             max_moves=1000,
             admission_max_wait_s=float(rng.choice([0.01, 30.0])),
+            growth_reserve=float(rng.choice([0.0, 0.5, 1.0])),
             affinity_budget_ms=float(rng.choice([0.0, 2000.0])),
         )
         self.sim = SimulatedCell(self.sizes[0], num_workers=0, settings=settings)

@@ -109,7 +109,9 @@ def test_a_rule_that_could_fail_a_row_is_refused(changes: dict[str, Any], param:
 def test_a_frame_carries_prompt_logprobs() -> None:
     entries = [common_pb2.TokenLogprobs(logprob=-0.5, rank=3)]
     frame = Frame(prompt_logprobs=[PromptLogprobsNote(7, 33, entries)])
-    message = frame_to_proto(frame, LoadNumbers(0, 0, 0, 0, 0, 0, draining=False))
+    message = frame_to_proto(
+        frame, LoadNumbers(0, 0, 0, 0, 0, 0, draining=False, prompt_backlog_tokens=0)
+    )
     (batch,) = message.prompt_logprobs
     assert (batch.handle, batch.start) == (7, 33)
     assert list(batch.entries) == entries

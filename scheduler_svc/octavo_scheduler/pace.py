@@ -1,0 +1,47 @@
+"""How fast the queue drains, measured while it is a queue: tokens that left it over time.
+
+What limits a cell (prefill, rows, blocks) doesn't matter: all of it shows here. Must not know:
+sequences, workers. Entry point: `Pace`.
+"""
+
+from math import exp
+
+# Old measurements count less: by 1 / e each so many seconds of queueing.
+_MEMORY_S = 10.0
+# A queue that is empty again sooner limits nobody.
+_GRACE_S = 0.1
+_LEAST_MEASURED_S = 0.5
+
+
+class Pace:
+    """Give it every change; times are the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._measured_s = 0.0
+        # When measuring goes on; None = the queue is empty.
+        self._since: float | None = None
+
+    def fill(self, now: float) -> None:
+        """The queue is no longer empty."""
+        self._since = now + _GRACE_S
+
+    def empty(self) -> None:
+        self._since = None
+
+    def serve(self, now: float, num_tokens: int) -> None:
+        """Tokens left the queue to be computed."""
+        if self._since is None or now < self._since:
+            return
+        passed_s = now - self._since
+        fading = exp(-passed_s / _MEMORY_S)
+        self._tokens = self._tokens * fading + num_tokens
+        self._measured_s = self._measured_s * fading + passed_s
+        self._since = now
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 = not measured yet."""
+        if self._measured_s < _LEAST_MEASURED_S:
+            return 0.0
+        return self._tokens / self._measured_s

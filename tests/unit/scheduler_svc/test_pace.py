@@ -1,0 +1,27 @@
+"""How fast a queue drains."""
+
+import pytest
+
+from octavo_scheduler.pace import Pace
+
+
+def test_a_full_queue_is_measured() -> None:
+    pace = Pace()
+    pace.fill(100.0)
+    for i in range(1, 400):
+        pace.serve(100.0 + i / 10, 50)
+    assert pace.tokens_per_s == pytest.approx(500, rel=0.02)
+    # It slows down: what is old fades.
+    for i in range(1, 100):
+        pace.serve(140.0 + i, 50)
+    assert pace.tokens_per_s == pytest.approx(50, rel=0.1)
+
+
+def test_a_queue_that_is_soon_empty_says_nothing() -> None:
+    pace = Pace()
+    for i in range(1000):
+        pace.fill(i)
+        pace.serve(i + 0.05, 1_000_000)
+        pace.empty()
+        pace.serve(i + 0.5, 1_000_000)
+    assert pace.tokens_per_s == 0.0
