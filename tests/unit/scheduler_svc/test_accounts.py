@@ -115,7 +115,8 @@ def test_siblings_wait_for_the_first_and_hit() -> None:
 def test_every_computed_token_is_accounted_for(delay: int, caching: bool) -> None:
     """Needed once, less what was hit, plus what is said to be computed again."""
     size = FakeSize(num_blocks=40, max_num_seqs=16, max_num_batched_tokens=256)
-    sim = SimulatedCell(size, settings=settings(enable_prefix_caching=caching))
+    options = settings(enable_prefix_caching=caching, growth_reserve=0.0)
+    sim = SimulatedCell(size, settings=options)
     (link,) = sim.links.values()
     link.delay = delay
     prompts = [prompt_of(20 + 3 * i, seed=i % 4) for i in range(8)]
