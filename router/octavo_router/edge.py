@@ -95,6 +95,8 @@ class Edge:
                 extra = _extra_headers(scope["octavo.request_id"])
                 quota = scope[QUOTA_HEADERS]() if QUOTA_HEADERS in scope else {}
                 more = [(name.encode(), text.encode()) for name, text in quota.items()]
+                if more:
+                    more.append((b"access-control-expose-headers", ", ".join(quota).encode()))
                 if self._is_draining():
                     more.append(_CLOSE)
                 message["headers"] = [*message.get("headers", ()), *extra, *more]

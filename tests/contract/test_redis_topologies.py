@@ -7,6 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from octavo.keys import FleetKeys
+from octavo_router.buckets import DealRequest, Need
+from octavo_router.redis_buckets import RedisBuckets
 from tests.contract.registries import (
     Backend,
     eventually,
@@ -15,6 +17,7 @@ from tests.contract.registries import (
     usage,
     worker,
 )
+from tests.contract.routers import LINK
 from tests.redis_servers import BINARIES, RedisServer, free_port
 
 FLEET = "topologies"
@@ -60,6 +63,26 @@ def test_a_cluster(cluster: list[RedisServer]) -> None:
                 slot = cluster[0].command("CLUSTER", "KEYSLOT", FleetKeys(fleet).members)
                 homes = [node.command("CLUSTER", "COUNTKEYSINSLOT", slot) for node in cluster]
                 assert sorted(homes) == [0, 5]
+
+    asyncio.run(run())
+
+
+def test_tenants_buckets_lie_all_over_a_cluster(cluster: list[RedisServer]) -> None:
+    async def run() -> None:
+        for node in cluster:
+            await eventually(lambda node=node: b"state:ok" in node.command("CLUSTER", "INFO"), True)
+        store = RedisBuckets(f"redis+cluster://127.0.0.1:{cluster[0].port}", "r1", LINK)
+        unlimited = Need(0, 0, 0, 0, None)
+        requests = [
+            DealRequest(f"tenant-{index}", (Need(100, index, 0, 0, None), unlimited), 1, False)
+            for index in range(20)
+        ]
+        deals = await store.deal(requests)
+        await store.close()
+        assert [deal and int(deal.shares[0].left) for deal in deals] == [
+            100 - index for index in range(20)
+        ]
+        assert all(node.command("DBSIZE") > 0 for node in cluster)
 
     asyncio.run(run())
 

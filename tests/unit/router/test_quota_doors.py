@@ -62,6 +62,9 @@ def test_a_tenant_over_its_requests_is_refused_and_others_are_not() -> None:
             assert limits(answer)["x-ratelimit-remaining-requests"] == "0"
             reset = answer.headers["x-ratelimit-reset-requests"]
             assert reset == "1m0s" or 50 < float(reset.removesuffix("s")) <= 60
+            exposed = answer.headers["access-control-expose-headers"]
+            assert "Retry-After" in exposed
+            assert all(name in exposed for name in limits(answer))
         assert (await post(router, OTHER)).status_code == 200
         answer = await post(router, NOBODY)
         assert answer.status_code == 200
