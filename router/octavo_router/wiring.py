@@ -178,7 +178,7 @@ class HttpServer(uvicorn.Server):
             max_header_bytes=settings.max_header_bytes,
             read_timeout_s=settings.read_timeout_s,
             write_stall_s=settings.write_stall_s,
-            max_connections=raise_file_limit() - _OTHER_FILES,
+            max_connections=connections_within(raise_file_limit()),
         )
         config = uvicorn.Config(
             app,
@@ -231,6 +231,11 @@ def raise_file_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             return limit
     return soft
+
+
+def connections_within(file_limit: int) -> int:
+    """How many connections to accept at once; what else is open needs files too."""
+    return file_limit - min(_OTHER_FILES, file_limit // 2)
 
 
 def bind(host: str, port: int, stall_s: float) -> socket.socket:

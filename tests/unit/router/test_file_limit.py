@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from octavo_router.wiring import raise_file_limit
+from octavo_router.wiring import connections_within, raise_file_limit
 
 INFINITE = resource.RLIM_INFINITY
 
@@ -39,3 +39,10 @@ def test_the_limit(
     # Nothing is set that is there already.
     is_there = soft in (limit, INFINITE)
     assert made == ([] if is_there else [(limit, hard)])
+
+
+@pytest.mark.parametrize(
+    ("limit", "connections"), [(1 << 16, (1 << 16) - 256), (1024, 768), (256, 128), (10, 5)]
+)
+def test_a_low_limit_leaves_room_for_connections(limit: int, connections: int) -> None:
+    assert connections_within(limit) == connections
