@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from octavo.settings import CommonSettings, RouterSettings, WorkerSettings, environment_name
+from tests.programs import find_program
 from tests.unit.images.dockerfiles import (
     FOLDERS,
     REPOSITORY,
@@ -163,6 +165,25 @@ def test_prometheus_scrapes_the_ports_that_are_open() -> None:
         ]
         for name, service in OURS.items()
     }
+
+
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    """As mounted: the rules are a folder beside it."""
+    promtool = find_program("promtool", "prometheus")
+    for volume in SERVICES["prometheus"]["volumes"]:
+        source, target, *_ = volume.split(":")
+        if target.startswith("/etc/prometheus/"):
+            place = tmp_path / target.removeprefix("/etc/prometheus/")
+            place.symlink_to(REPOSITORY / source)
+    done = subprocess.run(
+        [promtool, "check", "config", str(tmp_path / "prometheus.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 rule files found" in done.stdout
 
 
 def test_the_collectors_pipelines_are_of_what_it_has() -> None:
