@@ -4,7 +4,7 @@ The files (`ui/`) hold no state and need no key; the feed does, as every API pat
 the page loads comes from elsewhere, and its policy for the browser says so.
 
     event      data
-    router     who serves: id, version, model names; first and once
+    router     who serves: id, version, model names, connected cells; first and once
     cell       a cell's picture: {"scheduler_id", "address", "picture"}
     lost       a cell is not connected any more: {"scheduler_id", "address"}
 
@@ -110,6 +110,10 @@ class FeedStream(Response):
                     "router_id": service.sessions.router_id,
                     "version": octavo.__version__,
                     "models": list(service.model_names),
+                    "cells": [
+                        {"scheduler_id": session.scheduler_id, "address": session.address}
+                        for session in service.sessions.connected()
+                    ],
                 }
             ).encode(),
         )

@@ -29,6 +29,10 @@ class Board:
     # What is wrong with the source of all.
     problem: str = ""
 
+    def expect(self, address: str) -> None:
+        """Pictures will come from there, or a problem."""
+        self._sight(address)
+
     def show(self, address: str, scheduler_id: str, picture: Picture) -> None:
         """A picture came. The first of two says little of rates: they are means since then."""
         sight = self._sight(address)

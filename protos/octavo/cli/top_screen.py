@@ -69,7 +69,9 @@ def _cell_line(sight: Sight) -> Text:
     line.append(printable(sight.scheduler_id) or "scheduler", "bold")
     if sight.problem:
         return line.append(f"  {sight.address}  ", "dim").append(printable(sight.problem), "red")
-    picture = sight.picture or {}
+    if sight.picture is None:
+        return line.append(f"  {sight.address}  ", "dim").append("no picture yet", "yellow")
+    picture = sight.picture
     is_draining = bool(picture.get("draining"))
     line.append("  draining" if is_draining else "  serving", "yellow" if is_draining else "green")
     num_waiting = _number(picture, "num_waiting")

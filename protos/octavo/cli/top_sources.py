@@ -6,7 +6,7 @@ Entry points: `watch_schedulers`, `watch_registry`, `watch_router`.
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import grpc
 import httpx
@@ -26,9 +26,11 @@ _MAX_PROBLEM_CHARACTERS = 200
 
 
 async def watch_schedulers(
-    addresses: Iterable[str], board: Board, interval_ms: int, security: Security
+    addresses: Sequence[str], board: Board, interval_ms: int, security: Security
 ) -> None:
     """Watch these schedulers."""
+    for address in addresses:
+        board.expect(address)
     async with asyncio.TaskGroup() as tasks:
         for address in addresses:
             tasks.create_task(_watch_scheduler(address, board, interval_ms, security))
@@ -44,6 +46,7 @@ async def watch_registry(
         while True:
             known = {record.address for record in registry.schedulers()}
             for address in known - watches.keys():
+                board.expect(address)
                 watch = _watch_scheduler(address, board, interval_ms, security)
                 watches[address] = asyncio.create_task(watch)
             for address in watches.keys() - known:
@@ -126,7 +129,10 @@ async def _read_feed(answer: httpx.Response, board: Board) -> None:
             name = line.removeprefix("event:").strip()
         elif line.startswith("data:"):
             data = json.loads(line.removeprefix("data:"))
-            if name == "cell":
+            if name == "router":
+                for cell in data.get("cells", ()):
+                    board.expect(cell["address"])
+            elif name == "cell":
                 board.show(data["address"], data["scheduler_id"], data["picture"])
             elif name == "lost":
                 board.fail(data["address"], "the router isn't connected to it")

@@ -11,7 +11,7 @@ const COLUMNS = [
 // What is rare: left out where there is little room.
 const NONE = "–";
 const STYLES = {
-  stop: "good", length: "good", cancelled: "warn", deadline: "bad", error: "bad",
+  stop: "good", length: "good", cancelled: "warn", moved: "warn", deadline: "bad", error: "bad",
 };
 
 export class Requests {

@@ -259,7 +259,7 @@ def test_once_prints_and_ends() -> None:
 
 
 def test_once_without_a_cell_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.cli.top._ONCE_S", 0.3)
+    monkeypatch.setattr("octavo.cli.top._ONCE_S", 2.0)
     with pytest.raises(UnavailableError, match="All connection attempts failed"):
         main(["--once", "--url", "127.0.0.1:9"])
 

@@ -164,6 +164,7 @@ def test_the_feed_names_the_router_then_shows_cells() -> None:
             async with looking(router) as events, looking(router) as others:
                 name, who = await anext(events)
                 assert (name, who["models"]) == ("router", ["byte-model"])
+                assert who["cells"] == [{"scheduler_id": "cell-1", "address": fake.address}]
                 for stream in (events, others):
                     news = next_of(stream, "cell")
                     assert await news == {
