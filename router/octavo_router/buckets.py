@@ -76,8 +76,11 @@ class _Bucket:
 class MemoryStore:
     """What MemoryBuckets of several routers share; stands for Redis."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, forget_s: float = FORGET_S
+    ) -> None:
         self.clock = clock
+        self.forget_s = forget_s
         self.buckets: dict[str, _Bucket] = {}
 
 
@@ -102,7 +105,7 @@ class MemoryBuckets:
             bucket = self._store.buckets[request.tenant] = _Bucket(now)
         routers = bucket.routers
         for name, router in list(routers.items()):
-            if name != self._router_id and now - router.seen_at > FORGET_S:
+            if name != self._router_id and now - router.seen_at > self._store.forget_s:
                 del routers[name]
         others = [router for name, router in routers.items() if name != self._router_id]
         mine = routers.get(self._router_id)

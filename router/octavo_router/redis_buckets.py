@@ -21,9 +21,16 @@ _LEASE_S = 300.0
 class RedisBuckets:
     """Buckets of all routers on one Redis. `router_id` must be this process's alone."""
 
-    def __init__(self, url: str, router_id: str, timing: LinkTiming | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        router_id: str,
+        timing: LinkTiming | None = None,
+        forget_s: float = FORGET_S,
+    ) -> None:
         """Raises ConfigurationError for a wrong URL."""
         self._router_id = router_id
+        self._forget_ms = round(forget_s * 1000)
         self._link = RedisLink(RedisUrl.parse(url), timing or LinkTiming(), _greet)
 
     async def deal(self, requests: Sequence[DealRequest]) -> list[Deal | None]:
@@ -42,7 +49,7 @@ class RedisBuckets:
         for request in requests:
             pipeline.execute_command(
                 *("EVAL", _DEAL, 1, bucket_key(request.tenant), self._router_id),
-                *(round(FORGET_S * 1000), round(_LEASE_S * 1000), int(request.is_leaving)),
+                *(self._forget_ms, round(_LEASE_S * 1000), int(request.is_leaving)),
                 request.num_routers,
                 *("" if value is None else value for need in request.needs for value in need),
             )

@@ -1,6 +1,7 @@
 """Routers' quotas on one store, and how to send them requests; for the contract and the faults."""
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -16,6 +17,7 @@ from octavo_router.redis_buckets import RedisBuckets
 
 # Ten times faster than in service.
 FAST = QuotaTiming(busy_s=0.01, idle_s=0.1, drop_s=60.0)
+FORGET_S = 1.0
 LINK = LinkTiming(socket_s=0.5, call_s=1.0, min_pause_s=0.01, max_pause_s=0.2)
 
 
@@ -24,12 +26,15 @@ class Fleet:
     """Routers that share tenants' buckets. `url` "" = in memory."""
 
     url: str
-    memory: MemoryStore = field(default_factory=MemoryStore)
+    memory: MemoryStore = field(default_factory=lambda: MemoryStore(forget_s=FORGET_S))
+    names: "itertools.count[int]" = field(default_factory=itertools.count)
     # Of this test alone: tenants are keys of a server that others use too.
     tenant: str = field(default_factory=lambda: f"tenant-{uuid.uuid4().hex}")
 
     def store(self, name: str) -> BucketStore:
-        return RedisBuckets(self.url, name, LINK) if self.url else MemoryBuckets(self.memory, name)
+        if not self.url:
+            return MemoryBuckets(self.memory, name)
+        return RedisBuckets(self.url, name, LINK, FORGET_S)
 
     @asynccontextmanager
     async def running(
@@ -38,7 +43,9 @@ class Fleet:
         """`count` routers that know the tenant's quota."""
         table = QuotaTable.from_setting([f"{self.tenant}={quota}"])
         async with AsyncExitStack() as stack:
-            routers = [Quotas(table, self.store(f"r{index}"), timing) for index in range(count)]
+            routers = [
+                Quotas(table, self.store(f"r{next(self.names)}"), timing) for _ in range(count)
+            ]
             for router in routers:
                 await router.start()
                 stack.push_async_callback(router.close)

@@ -16,7 +16,7 @@ import pytest
 
 from octavo.client import AsyncClient
 from octavo.errors import UnavailableError
-from tests.certificates import Authority, CertificateFiles
+from tests.certificates import Authority, CertificateFiles, replace_file
 from tests.fakes.router_process import until
 from tests.unit.router.trained_tokenizers import qwen_style
 
@@ -57,7 +57,9 @@ def serial_of(port: int, context: ssl.SSLContext) -> str:
 def test_both_doors_speak_tls_and_take_up_new_certificates(model: Path, tmp_path: Path) -> None:
     files = AUTHORITY.issue(tmp_path / "tls")
     flags = files.flags("public_tls")[:4]
-    process = start(model, tmp_path, *flags)
+    keys = tmp_path / "keys"
+    keys.write_text("old-key\n")
+    process = start(model, tmp_path, *flags, "--api-keys-file", str(keys))
 
     async def check() -> None:
         ready = tmp_path / "ready.json"
@@ -72,7 +74,13 @@ def test_both_doors_speak_tls_and_take_up_new_certificates(model: Path, tmp_path
             after = await asyncio.to_thread(serial_of, ports["port"], context)
             assert after != before
             # The connection that lives isn't touched.
-            assert (await client.get("/v1/models")).status_code == 200
+            assert await status(client, "old-key") == 200
+            # Nor are keys fixed for a life.
+            replace_file(keys, b"new-key\n")
+            async with asyncio.timeout(20):
+                while await status(client, "new-key") != 200:  # noqa: ASYNC110 - a file's turn
+                    await asyncio.sleep(0.1)
+            assert await status(client, "old-key") == 401
         async with httpx.AsyncClient() as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get(f"http://127.0.0.1:{ports['port']}/livez")
@@ -89,12 +97,17 @@ def test_both_doors_speak_tls_and_take_up_new_certificates(model: Path, tmp_path
         process.communicate()
 
 
+async def status(client: httpx.AsyncClient, key: str) -> int:
+    headers = {"Authorization": f"Bearer {key}"}
+    return (await client.get("/v1/models", headers=headers)).status_code
+
+
 async def check_grpc(address: str, files: CertificateFiles) -> None:
     """The client library with and without credentials."""
     credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
-    async with AsyncClient(address, timeout_s=20, credentials=credentials) as client:
+    async with AsyncClient(address, "new-key", timeout_s=20, credentials=credentials) as client:
         assert len(await client.models()) == 1
-    async with AsyncClient(address, timeout_s=20) as client:
+    async with AsyncClient(address, "new-key", timeout_s=20) as client:
         with pytest.raises(UnavailableError):
             await client.models()
 
