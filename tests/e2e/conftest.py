@@ -23,3 +23,16 @@ def edge_stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """The tiny model behind a router with a key and small limits."""
     with start_edge_stack(tmp_path_factory.mktemp("edge"), tiny_folder) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def metered_stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The tiny model on two workers of 24 KV blocks, 384 tokens, each; tests may kill one."""
+    with Stack(
+        tmp_path_factory.mktemp("metered-stack"),
+        model=tiny_folder,
+        num_workers=2,
+        worker_flags=("--num-kv-blocks", "25", "--max-num-seqs", "8"),
+        scheduler_flags=("--check-integrity", "true", "--max-queue-tokens", "300"),
+    ) as stack:
+        yield stack

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from octavo.metrics import GpuReading, WorkerMetrics
 from octavo.metrics_http import serve_metrics
 from tests.e2e.generation import request, run_all
 from tests.e2e.prompts import prompt_ids
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Service, Stack
 from tests.prometheus_server import Prometheus, promtool
 from tests.unit.observability.queries import (
     RULES,
@@ -25,12 +25,6 @@ from tests.unit.observability.queries import (
 
 # Until Prometheus has seen twice all that a rate needs.
 PATIENCE_S = 90.0
-
-
-@pytest.fixture(scope="module")
-def stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("scraped"), model=tiny_folder, num_workers=2) as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +40,17 @@ def card() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def prometheus(
-    stack: Stack, card: str, tmp_path_factory: pytest.TempPathFactory
+    metered_stack: Stack, card: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    def with_metrics(services: list[int]) -> list[str]:
-        return [f"127.0.0.1:{port}" for port in services]
+    stack = metered_stack
+
+    def metrics_of(services: Sequence[Service]) -> list[str]:
+        return [f"127.0.0.1:{service.ports['metrics_port']}" for service in services]
 
     targets = {
         "router": [router.address for router in stack.routers],
-        "scheduler": with_metrics([s.ports["metrics_port"] for s in stack.schedulers]),
-        "worker": [*with_metrics([w.ports["metrics_port"] for w in stack.workers]), card],
+        "scheduler": metrics_of(stack.schedulers),
+        "worker": [*metrics_of(stack.workers), card],
     }
     folder = tmp_path_factory.mktemp("prometheus")
     with Prometheus(folder, targets, [RULES]) as prometheus:
@@ -63,7 +59,7 @@ def prometheus(
 
 
 @pytest.fixture
-def load(stack: Stack, tiny_folder: Path) -> Iterator[None]:
+def load(metered_stack: Stack, tiny_folder: Path) -> Iterator[None]:
     """Some requests all the time, prompts that come again among them."""
     tokenizer = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
 
@@ -75,7 +71,7 @@ def load(stack: Stack, tiny_folder: Path) -> Iterator[None]:
 
     def run() -> None:
         while not is_over.is_set():
-            run_all(stack.grpc_address, [request(ids, max_tokens=20) for ids in prompts])
+            run_all(metered_stack.grpc_address, [request(ids, max_tokens=20) for ids in prompts])
             is_over.wait(0.2)
 
     thread = threading.Thread(target=run)
@@ -123,12 +119,12 @@ def test_every_alert_reads_series_that_are_there(prometheus: Prometheus) -> None
 
 
 def test_every_service_is_scraped(prometheus: Prometheus) -> None:
-    until_all({"up": "count(up == 1) == count(up)"}, prometheus)
-    services = {
-        sample["metric"]["service"]: int(sample["value"][1])
-        for sample in prometheus.query("sum by (service) (octavo_build_info)")
+    until_all({"up": "count by (job) (up == 1)"}, prometheus)
+    jobs = {
+        (sample["metric"]["job"], sample["metric"]["service"])
+        for sample in prometheus.query("octavo_build_info")
     }
-    assert services == {"router": 1, "scheduler": 1, "worker": 3}
+    assert jobs == {(service, service) for service in ("router", "scheduler", "worker")}
 
 
 @pytest.mark.usefixtures("load")
