@@ -20,6 +20,7 @@ from tests.unit.observability.queries import (
     RULES,
     alert_expressions,
     panel_queries,
+    scaler_queries,
     selectors_of,
 )
 
@@ -116,6 +117,21 @@ def test_every_alert_reads_series_that_are_there(prometheus: Prometheus) -> None
         assert time.monotonic() < deadline, prometheus.rules()
         time.sleep(0.5)
     assert {rule["name"] for rule in prometheus.rules()} == expressions.keys()
+
+
+@pytest.mark.usefixtures("load")
+def test_the_autoscaler_gets_one_number_whatever_there_is(prometheus: Prometheus) -> None:
+    # The operator adds the label to what it scrapes.
+    queries = {query: query.replace('{namespace="octavo"}', "") for query in scaler_queries()}
+    assert len(queries) == 3
+    selectors = {name: name for query in queries.values() for name in selectors_of(query)}
+    until_all({name: f"last_over_time({name}[1m])" for name in selectors}, prometheus)
+    for query, without_label in queries.items():
+        (sample,) = prometheus.query(without_label)
+        assert math.isfinite(float(sample["value"][1]))
+        # No series at all.
+        (sample,) = prometheus.query(query)
+        assert float(sample["value"][1]) == 0
 
 
 def test_every_service_is_scraped(prometheus: Prometheus) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.router_process import byte_scheduler, running_router
-from tests.reference import metrics_page, openapi_page, protos_page
+from tests.reference import metrics_page, openapi_page, protos_page, rule_manifest
 
 _ROOT = Path(__file__).parents[2]
+_RULES = _ROOT / "k8s/components/observability"
 
 
 def main() -> int:
@@ -24,6 +25,9 @@ def main() -> int:
     pages = {
         _ROOT / "router/API.md": openapi_page.write_page(asyncio.run(_openapi())),
         _ROOT / "k8s/METRICS.md": metrics_page.write_page(),
+        _RULES / "rule.yaml": rule_manifest.write_manifest(
+            (_RULES / "rules/octavo.yaml").read_text(encoding="utf-8")
+        ),
         _ROOT / "protos/API.md": protos_page.write_page(
             protos_page.compile_protos(_ROOT / "protos")
         ),

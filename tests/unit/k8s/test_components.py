@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -122,6 +123,32 @@ def test_workers_are_scaled_by_series_that_exist() -> None:
     # Without traffic a quantile is no number, and an absent series no value: both must read 0.
     assert all(query.endswith("or vector(0)") for query in queries)
     assert all('namespace="octavo"' in query for query in queries)
+
+
+def test_the_component_has_every_dashboard_and_rule() -> None:
+    manifests = render(FULL)
+    folder = K8S / "components/observability"
+    held = {
+        name: text
+        for document in manifests.of_kind("ConfigMap")
+        if document["metadata"].get("labels", {}).get("grafana_dashboard") == "1"
+        for name, text in document["data"].items()
+    }
+    paths = (folder / "dashboards").glob("*.json")
+    assert held == {path.name: path.read_text(encoding="utf-8") for path in paths}
+    rules = yaml.safe_load((folder / "rules/octavo.yaml").read_text(encoding="utf-8"))
+    assert manifests.get("PrometheusRule", "octavo")["spec"] == rules
+
+
+def test_traces_go_where_the_network_lets_them() -> None:
+    manifests = render(FULL)
+    (fleet,) = [d for d in manifests.of_kind("ConfigMap") if "OCTAVO_FLEET" in d["data"]]
+    endpoint = urlsplit(fleet["data"]["OTEL_EXPORTER_OTLP_ENDPOINT"])
+    assert endpoint.hostname == "collector.monitoring"
+    assert endpoint.port is not None
+    network = Network(manifests)
+    for name, _ in manifests.services():
+        assert network.allows(network.pod(name), MONITORING, endpoint.port)
 
 
 def test_scaling_down_drains_one_at_a_time() -> None:

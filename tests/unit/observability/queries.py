@@ -1,6 +1,6 @@
-"""Every PromQL expression that the dashboards and alert rules use, and what it names.
+"""Every PromQL expression of dashboards, alert rules and the autoscaler, and what it names.
 
-Entry points: `dashboards`, `panel_queries`, `alert_expressions`, `selectors_of`.
+Entry points: `dashboards`, `panel_queries`, `alert_expressions`, `scaler_queries`, `selectors_of`.
 """
 
 import json
@@ -13,6 +13,7 @@ import yaml
 
 FOLDER = Path(__file__).parents[3] / "k8s/components/observability"
 RULES = FOLDER / "rules/octavo.yaml"
+SCALER = FOLDER.parent / "autoscaling/worker.yaml"
 _SERIES = re.compile(r"\b(?:octavo|process|vllm)[a-z_:]+\b(?:\{[^}]*\})?|\bup\b")
 # A range for rates over scrapes that come once a second.
 _INTERVAL = "20s"
@@ -44,6 +45,12 @@ def alert_expressions() -> dict[str, str]:
     """By the alert's name."""
     groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
     return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def scaler_queries() -> list[str]:
+    """What KEDA asks to scale the workers."""
+    scaled = yaml.safe_load(SCALER.read_text(encoding="utf-8"))
+    return [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
 
 
 def selectors_of(expression: str) -> list[str]:
