@@ -14,6 +14,7 @@ from octavo_scheduler.block_map import draw_map
 from octavo_scheduler.chronicle import Chronicle, Entry
 from octavo_scheduler.core import Cell
 from octavo_scheduler.members import Member
+from octavo_scheduler.recovery import Loss
 from octavo_scheduler.sequence import State
 
 # Requests looked at for the longest wait: rows of large cells and more.
@@ -113,7 +114,7 @@ def _missing(
         missing.append(
             {
                 "worker_id": worker_id,
-                "phase": "gone",
+                "phase": "taken" if lost and lost.loss is Loss.TAKEN else "gone",
                 "address": seat.address if seat else "",
                 "loss": lost.loss.name.lower() if lost else None,
                 "gone_s": round(now - lost.at, 1) if lost else None,

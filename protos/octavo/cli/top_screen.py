@@ -17,7 +17,13 @@ from octavo.cli.top_board import Board, Picture, Sight
 # State of blocks: how a bar shows it, with colours and without.
 _BLOCKS = (("used", "█", "blue"), ("shared", "▓", "yellow"), ("cached", "▒", "cyan"))
 _FREE = ("░", "bright_black")
-_PHASE_STYLES = {"running": "green", "leaving": "yellow", "awaited": "yellow", "gone": "red"}
+_PHASE_STYLES = {
+    "running": "green",
+    "leaving": "yellow",
+    "awaited": "yellow",
+    "gone": "red",
+    "taken": "yellow",
+}
 _OUTCOME_STYLES = {"stop": "green", "length": "green", "error": "red", "deadline": "red"}
 _NARROW, _WIDE_BAR, _NARROW_BAR = 100, 32, 12
 

@@ -113,7 +113,7 @@ class WorkerView {
     const isThere = worker.phase === "running" || worker.phase === "leaving";
     setText(this._name, worker.worker_id || "unknown worker");
     setText(this._badge, worker.phase);
-    const style = { running: "good", leaving: "warn", awaited: "warn", gone: "bad" };
+    const style = { running: "good", leaving: "warn", awaited: "warn", gone: "bad", taken: "warn" };
     setClass(this._badge, `pill ${style[worker.phase] ?? ""}`);
     setText(this._address, worker.address);
     setClass(this.root, `worker ${worker.phase}`);
@@ -187,6 +187,7 @@ class Meter {
 
 function noteOf(worker) {
   if (worker.phase === "awaited") return "The scheduler dials it; it hasn't answered yet.";
+  if (worker.phase === "taken") return "Another scheduler leads it now.";
   if (worker.phase !== "gone") return "";
   const how = { crash: "its stream broke", hang: "its steps stopped", left: "it left" };
   const why = how[worker.loss] ?? "it isn't led now";

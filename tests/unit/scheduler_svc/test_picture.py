@@ -153,8 +153,13 @@ def test_a_lost_worker_is_shown_as_gone_until_it_is_back_or_forgotten() -> None:
         back = sim.attach(device)
         back.state.worker_id = lost
         assert [w["phase"] for w in watched.picture()["workers"]] == ["running", "running"]
+        device = sim.kill(back, Loss.TAKEN)
+        assert worker_of(watched.picture(), lost)["phase"] == "taken"
+        back = sim.attach(device)
+        back.state.worker_id = lost
         sim.kill(back, Loss.LEFT)
-        assert worker_of(watched.picture(), lost)["loss"] == "left"
+        gone = worker_of(watched.picture(), lost)
+        assert (gone["phase"], gone["loss"]) == ("gone", "left")
         sim.clock.advance(200.0)
         assert [w["worker_id"] for w in watched.picture()["workers"]] == [other]
 
