@@ -29,8 +29,13 @@ export class Requests {
 
   /** `cells`: of the store. */
   update(cells) {
+    // Workers of several cells may have equal names.
+    const place = (cell) => (cells.length > 1 ? ` @ ${cell.schedulerId}` : "");
     const items = cells.flatMap((cell) =>
-      cell.picture.requests.map((r) => [`${cell.address} ${r.serial} ${r.index}`, r]),
+      cell.picture.requests.map((r) => [
+        `${cell.address} ${r.serial} ${r.index}`,
+        r.worker_id ? { ...r, worker_id: r.worker_id + place(cell) } : r,
+      ]),
     );
     items.sort(([, a], [, b]) => a.age_s - b.age_s);
     items.length = Math.min(items.length, MAX_ROWS);
