@@ -42,8 +42,8 @@ class Leadership:
             raise FailedPreconditionError("scheduler_id is empty; a leader needs a name")
         if self._is_held_against(scheduler_id, now):
             raise FailedPreconditionError(
-                f"led by {self.leader_id!r} in epoch {self.epoch}, heard "
-                f"{now - self._heard_at:.1f} s ago; it is let go after {self._silence_s:g} s"
+                f"led by {self.leader_id!r} in epoch {self.epoch}, which is let go when it breaks "
+                f"off or is silent for {self._silence_s:g} s"
             )
         if expected_epoch != self.epoch:
             raise FailedPreconditionError(

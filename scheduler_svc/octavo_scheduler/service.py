@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from octavo.errors import UnavailableError
 from octavo.metrics import SchedulerMetrics
 from octavo.metrics_http import serve_metrics
-from octavo.registry import open_registry
+from octavo.registry import Registry, open_registry
 from octavo.security import Security
 from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
 from octavo.settings import SchedulerSettings
@@ -45,13 +45,13 @@ _FAREWELL_S = 0.5
 class SchedulerProcess:
     """Everything that lives as long as the process. Make it inside a running event loop."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, registry: Registry | None = None) -> None:
         self.settings = settings
         self.scheduler_id = settings.scheduler_id or f"scheduler-{secrets.token_hex(4)}"
         self.metrics = SchedulerMetrics(CollectorRegistry())
         self._loop = asyncio.get_running_loop()
         self.cell = Cell(settings, self.metrics, self._loop.time, self._pump_soon)
-        self.registry = open_registry(settings.redis_url, settings.fleet)
+        self.registry = registry or open_registry(settings.redis_url, settings.fleet)
         gauges.bind(self.metrics, self.cell, self.registry.lag_s)
         if settings.vllm_metrics:
             gauges.bind_vllm(self.metrics, self.cell)

@@ -150,7 +150,7 @@ class WorkerLink:
             check_wire_version(f"worker {self.address}", welcome.welcome.wire_version)
             self._outbox.clear()
             member = await self._join(attached, inventory)
-            await first_of(self._read(call, member), self._write(call), self._wait_broken())
+            await first_of(self._read(call, member), self._keep_writing(call), self._wait_broken())
         finally:
             call.cancel()
             if member is not None:
@@ -243,6 +243,13 @@ class WorkerLink:
             elif kind == "superseded":
                 self._taken_by = message.superseded.leader_id
                 return
+
+    async def _keep_writing(self, call: _StepsCall) -> None:
+        """Write until the stream is over; why it broke is the reader's to learn."""
+        try:
+            await self._write(call)
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            await asyncio.sleep(_CALL_TIMEOUT_S)
 
     async def _write(self, call: _StepsCall) -> None:
         ping = worker_pb2.WorkerStepsRequest(ping=worker_pb2.StepsPing())

@@ -119,10 +119,10 @@ class Fleet:
     def thaw(self, name: str) -> None:
         self.services[name].kill(signal.SIGCONT)
 
-    def terminate(self, name: str) -> int:
-        """SIGTERM; the exit code, once it ended by itself."""
+    def terminate(self, name: str) -> None:
+        """SIGTERM; returns when it ended, well, by itself."""
         self.services[name].kill(signal.SIGTERM)
-        return self.services[name].process.wait(60)
+        assert self.services[name].process.wait(60) == 0, self.services[name].log()
 
     # ---- what it looks like
 

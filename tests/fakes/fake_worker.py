@@ -25,6 +25,7 @@ from octavo import WIRE_VERSION
 from octavo.blocks import HASH_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError
 from octavo.logs import setup_logging
+from octavo.registry import WorkerRecord
 from octavo.serving import GrpcServer, abort, announce_ready
 from octavo.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.fakes.fake_device import FakeDevice, FakeSize
@@ -46,7 +47,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.boot_id = secrets.token_hex(4)
         self.phase: worker_pb2.WorkerPhase = worker_pb2.WORKER_PHASE_RUNNING
         self.epoch = 0
-        self.leader_id = ""
+        self.leader_id = self.last_leader_id = ""
+        self.wire_version = WIRE_VERSION
         self.port = 0
         self.num_plans = 0
         self._may_step = asyncio.Event()
@@ -55,7 +57,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._has_plan = asyncio.Event()
         self._stream_epoch = 0
         self._writing = asyncio.Lock()
+        self._superseded: asyncio.Future[worker_pb2.StepsSuperseded] | None = None
         self._server = GrpcServer()
+
+    def record(self) -> WorkerRecord:
+        """What a worker tells the registry of itself."""
+        spec, size = self._spec(), self.device.size
+        return WorkerRecord(
+            self.worker_id,
+            self.address,
+            self.boot_id,
+            *(spec.name, spec.revision, size.num_blocks, size.max_num_seqs),
+            *(self.leader_id, self.epoch, self.last_leader_id),
+        )
 
     @property
     def address(self) -> str:
@@ -83,7 +97,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.WorkerDescribeRequest, context: Context
     ) -> worker_pb2.WorkerDescribeResponse:
         return worker_pb2.WorkerDescribeResponse(
-            wire_version=WIRE_VERSION,
+            wire_version=self.wire_version,
             worker_id=self.worker_id,
             boot_id=self.boot_id,
             phase=self.phase,
@@ -99,7 +113,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         except OctavoError as error:
             await abort(context, error)
         self.epoch += 1
-        self.leader_id = request.scheduler_id
+        self.leader_id = self.last_leader_id = request.scheduler_id
         # The running step ends first; one that hangs never does.
         await self._may_step.wait()
         self._plans.clear()
@@ -133,11 +147,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await abort(context, FailedPreconditionError(f"epoch {hello.epoch} leads no more"))
         self._stream_epoch = hello.epoch
         try:
-            welcome = worker_pb2.StepsWelcome(wire_version=WIRE_VERSION)
+            welcome = worker_pb2.StepsWelcome(wire_version=self.wire_version)
             await context.write(worker_pb2.WorkerStepsResponse(welcome=welcome))
             tasks = [
                 asyncio.create_task(coroutine)
-                for coroutine in (self._read(context), self._run(context), self._tell(context))
+                for coroutine in (
+                    self._read(context),
+                    self._run(context),
+                    self._tell(context),
+                    self._wait_superseded(context),
+                )
             ]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -194,6 +213,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             )
             async with self._writing:
                 await context.write(worker_pb2.WorkerStepsResponse(progress=progress))
+
+    async def supersede(self, message: worker_pb2.StepsSuperseded) -> None:
+        """As if another scheduler attached, which then leads."""
+        assert self._superseded is not None
+        self._superseded.set_result(message)
+
+    async def _wait_superseded(self, context: Context) -> None:
+        self._superseded = asyncio.get_running_loop().create_future()
+        message = await self._superseded
+        async with self._writing:
+            await context.write(worker_pb2.WorkerStepsResponse(superseded=message))
+        await abort(context, FailedPreconditionError("another scheduler attached"))
 
     def _spec(self) -> common_pb2.ModelSpec:
         size = self.device.size

@@ -53,6 +53,7 @@ class Steps:
         self.call = call
         self.progress: list[worker_pb2.StepsProgress] = []
         self.results: list[worker_pb2.StepResult] = []
+        self.superseded: worker_pb2.StepsSuperseded | None = None
 
     async def send(self, **message: object) -> None:
         """One of hello, plan, ping, release."""
@@ -69,6 +70,8 @@ class Steps:
             self.results.extend(message.results.results)
         elif kind == "progress":
             self.progress.append(message.progress)
+        elif kind == "superseded":
+            self.superseded = message.superseded
         return kind
 
     async def read_steps(self, step: int) -> None:

@@ -232,6 +232,7 @@ def test_a_silent_leader_is_superseded_and_told() -> None:
 
             details = await fails(read_all(), grpc.StatusCode.FAILED_PRECONDITION)
             assert details == "epoch 1 is over: another scheduler attached"
+            assert steps.superseded == worker_pb2.StepsSuperseded(leader_id="s2", epoch=2)
             assert steps.results[-1].step == 10
             await stream.send(plan=first_plan(3, row=1))
             await stream.read_steps(3)

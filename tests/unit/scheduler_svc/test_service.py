@@ -68,6 +68,8 @@ class TestSession:
         self.flights: dict[int, Flight] = {}
         self.load = common_pb2.Load()
         self.num_frames = 0
+        # What the last frame said; None = it ended without a word, or lives.
+        self.moved_to: str | None = None
         self.welcome = scheduler_pb2.SessionWelcome()
         self._handles = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
@@ -119,6 +121,8 @@ class TestSession:
         while (frame := await self.call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             self.num_frames += 1
             self.load = frame.load
+            if frame.HasField("moved"):
+                self.moved_to = frame.moved.successor
             batch = frame.tokens
             num = len(batch.handles) // 8
             handles = struct.unpack(f"<{num}Q", batch.handles)

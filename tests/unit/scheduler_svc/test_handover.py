@@ -1,0 +1,227 @@
+"""Several schedulers over real gRPC: taking over, handing over, and who leads what meanwhile."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.registry import MemoryRegistry, MemoryStore
+from octavo.serving import open_channel
+from octavo.settings import SchedulerSettings
+from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from octavo_scheduler.service import SchedulerProcess
+from tests.fakes.fake_device import expected_tokens
+from tests.fakes.fake_worker import FakeWorker
+from tests.fakes.leader_client import leader_client
+from tests.fakes.simulated_cell import prompt_of
+from tests.unit.scheduler_svc.test_service import (
+    Flight,
+    TestSession,
+    fake_workers,
+    is_quiet,
+    run,
+    session,
+    until,
+)
+
+
+class Cells:
+    """Schedulers of one fleet in this process, whose workers tell who leads them."""
+
+    def __init__(self, stack: AsyncExitStack, workers: Sequence[FakeWorker]) -> None:
+        self.workers = workers
+        self._store = MemoryStore()
+        self._registry = MemoryRegistry(self._store)
+        self._stack = stack
+
+    async def tell(self) -> None:
+        """The workers' own part of the registry."""
+        while True:
+            for worker in self.workers:
+                self._registry.announce_worker(worker.record())
+            await asyncio.sleep(0.02)
+
+    async def start(self, name: str) -> SchedulerProcess:
+        settings = SchedulerSettings(port=0, scheduler_id=name, check_integrity=True)
+        process = SchedulerProcess(settings, MemoryRegistry(self._store))
+        await process.start()
+        self._stack.push_async_callback(process.stop)
+        return process
+
+    async def session(self, process: SchedulerProcess) -> TestSession:
+        channel = await self._stack.enter_async_context(open_channel(f"127.0.0.1:{process.port}"))
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        return await self._stack.enter_async_context(session(stub))
+
+
+@asynccontextmanager
+async def cells(num_workers: int, **changes: Any) -> AsyncGenerator[Cells]:
+    async with fake_workers(num_workers, **changes) as workers, AsyncExitStack() as stack:
+        fleet = Cells(stack, workers)
+        telling = asyncio.create_task(fleet.tell())
+        try:
+            yield fleet
+        finally:
+            await stack.aclose()
+            telling.cancel()
+
+
+async def kill(process: SchedulerProcess) -> None:
+    """Gone at once: its streams break, nobody is told anything."""
+    await process.workers.close()
+    await process._server.stop(0)
+    await process.registry.close()
+
+
+def resume_of(flight: Flight) -> scheduler_pb2.ResumeSequence:
+    ids = np.array(flight.tokens.get(0, []), "<u4").tobytes()
+    return scheduler_pb2.ResumeSequence(sequence_index=0, delivered_token_ids=ids)
+
+
+async def go_on(
+    router: TestSession, prompt: list[int], num_tokens: int, flight: Flight, lost: str
+) -> Flight:
+    resumes = [resume_of(flight)]
+    return await router.submit(prompt, num_tokens, resumes=resumes, lost_scheduler_id=lost)
+
+
+def test_workers_are_shared_and_a_newcomer_gets_some() -> None:
+    async def test() -> None:
+        async with cells(4) as fleet:
+            one = await fleet.start("one")
+            await until(lambda: len(one.cell.members) == 4)
+            two = await fleet.start("two")
+            await until(lambda: [len(p.cell.members) for p in (one, two)] == [2, 2])
+            led = {m.state.worker_id for p in (one, two) for m in p.cell.members}
+            assert led == {worker.worker_id for worker in fleet.workers}
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["killed", "told to go"])
+def test_another_scheduler_goes_on_with_the_caches(how: str) -> None:
+    async def test() -> None:
+        async with cells(2, step_s=0.003) as fleet:
+            one = await fleet.start("one")
+            await until(lambda: len(one.cell.members) == 2)
+            prompts = [prompt_of(150 + 5 * i, seed=i) for i in range(6)]
+            router = await fleet.session(one)
+            flights = [await router.submit(prompt, 300) for prompt in prompts]
+            for flight in flights:
+                await flight.until(lambda flight=flight: len(flight.tokens.get(0, [])) > 40)
+            two = await fleet.start("two")
+            if how == "killed":
+                await kill(one)
+            else:
+                await one.leave(5.0)
+                await until(lambda: router.moved_to is not None)
+                assert router.moved_to == f"127.0.0.1:{two.port}"
+                assert not one.cell.requests
+                value = one.metrics.registry.get_sample_value
+                assert value("octavo_sequence_outcomes_total", {"outcome": "moved"}) == 6
+            assert not any(flight.finished for flight in flights)
+            # The successor may not know its first worker yet when routers come.
+            await until(lambda: two.cell.model is not None)
+            heir = await fleet.session(two)
+            rest = [
+                await go_on(heir, prompt, 300, flight, "one")
+                for prompt, flight in zip(prompts, flights, strict=True)
+            ]
+            await asyncio.gather(*(flight.over() for flight in rest))
+            assert len(two.cell.members) == 2
+            for prompt, before, after in zip(prompts, flights, rest, strict=True):
+                whole = before.tokens[0] + after.tokens[0]
+                assert whole == expected_tokens(prompt, 300)
+                assert after.finished[0].num_tokens == 300
+            value = two.metrics.registry.get_sample_value
+            again = value("octavo_recomputed_tokens_total", {"reason": "resume"})
+            # At most what was not sealed: a hand-over seals every full block first.
+            assert again is not None
+            assert again <= 6 * (16 if how == "told to go" else 48)
+            await until(lambda: is_quiet(two))
+
+    run(test)
+
+
+def test_what_waits_for_a_lost_scheduler_can_be_cancelled_and_goes_on_in_the_end() -> None:
+    async def test() -> None:
+        async with cells(2) as fleet:
+            stubborn = fleet.workers[0]
+            # Led by a scheduler that the routers lost, and that lives: it is let go by nobody.
+            async with leader_client(stubborn.address, "lost") as lost:
+                steps = await lost.lead()
+                one = await fleet.start("one")
+                await until(lambda: len(one.cell.members) == 1)
+                router = await fleet.session(one)
+                prompt = prompt_of(40)
+                cancelled = await router.submit(prompt, 20, lost_scheduler_id="lost")
+                kept = await router.submit(prompt, 20, lost_scheduler_id="lost")
+                fresh = await router.submit(prompt, 20)
+                await fresh.over()
+                assert not kept.tokens
+                await router.cancel(cancelled)
+                await cancelled.over()
+                assert cancelled.finished[0].reason == common_pb2.FINISH_REASON_CANCELLED
+                assert not kept.tokens
+                await kept.over()
+                assert kept.tokens[0] == fresh.tokens[0] == expected_tokens(prompt, 20)
+                late = await router.submit(prompt, 20, lost_scheduler_id="one")
+                await late.over()
+                assert late.tokens[0] == fresh.tokens[0]
+                steps.call.cancel()
+
+    run(test)
+
+
+def test_requests_leave_a_cell_whose_last_worker_died() -> None:
+    async def test() -> None:
+        async with cells(2, step_s=0.003) as fleet:
+            one, two = await fleet.start("one"), await fleet.start("two")
+            await until(lambda: [len(p.cell.members) for p in (one, two)] == [1, 1])
+            router = await fleet.session(one)
+            flight = await router.submit(prompt_of(40), 2000)
+            await flight.until(lambda: bool(flight.tokens))
+            victim = one.cell.members[0].state.worker_id
+            await next(w for w in fleet.workers if w.worker_id == victim).stop()
+            await until(lambda: router.moved_to is not None)
+            assert router.moved_to == f"127.0.0.1:{two.port}"
+            assert not flight.finished
+
+    run(test)
+
+
+def test_a_scheduler_alone_finishes_what_it_can() -> None:
+    async def test() -> None:
+        async with cells(1, step_s=0.002) as fleet:
+            one = await fleet.start("one")
+            await until(lambda: len(one.cell.members) == 1)
+            router = await fleet.session(one)
+            flight = await router.submit(prompt_of(40), 50)
+            await flight.until(lambda: bool(flight.tokens))
+            await one.leave(10.0)
+            await flight.over()
+            assert flight.tokens[0] == expected_tokens(prompt_of(40), 50)
+            assert router.moved_to is None
+
+    run(test)
+
+
+def test_a_taken_worker_takes_the_requests_with_it() -> None:
+    async def test() -> None:
+        async with cells(1, step_s=0.003) as fleet:
+            one = await fleet.start("one")
+            await until(lambda: len(one.cell.members) == 1)
+            router = await fleet.session(one)
+            flight = await router.submit(prompt_of(40), 2000)
+            await flight.until(lambda: bool(flight.tokens))
+            taken = worker_pb2.StepsSuperseded(leader_id="two", epoch=2)
+            await fleet.workers[0].supersede(taken)
+            await until(lambda: router.moved_to is not None)
+            assert not flight.finished
+            value = one.metrics.registry.get_sample_value
+            assert value("octavo_moves_total", {"reason": "taken"}) == 1
+
+    run(test)
