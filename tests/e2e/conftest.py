@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.edge import start_edge_stack
 from tests.e2e.stack import Stack
+from tests.fakes.otlp_receiver import OtlpReceiver
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,16 @@ def edge_stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="session")
-def metered_stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def metered_traces() -> Iterator[OtlpReceiver]:
+    """Where `metered_stack` sends its spans."""
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def metered_stack(
+    tiny_folder: Path, metered_traces: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
     """The tiny model on two workers of 24 KV blocks, 384 tokens, each; tests may kill one."""
     with Stack(
         tmp_path_factory.mktemp("metered-stack"),
@@ -34,5 +44,6 @@ def metered_stack(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
         num_workers=2,
         worker_flags=("--num-kv-blocks", "25", "--max-num-seqs", "8"),
         scheduler_flags=("--check-integrity", "true", "--max-queue-tokens", "300"),
+        environ=metered_traces.environ,
     ) as stack:
         yield stack

@@ -15,6 +15,7 @@ from octavo.metrics_http import serve_metrics
 from tests.e2e.generation import request, run_all
 from tests.e2e.prompts import prompt_ids
 from tests.e2e.stack import Service, Stack
+from tests.fakes.otlp_receiver import OtlpReceiver
 from tests.prometheus_server import Prometheus, promtool
 from tests.unit.observability.queries import (
     RULES,
@@ -151,3 +152,19 @@ def test_vllm_names_are_stored_as_they_are(prometheus: Prometheus) -> None:
     # Of one truth: the router's.
     (sample,) = prometheus.query("sum(octavo_prompt_tokens_total) - sum(vllm:prompt_tokens_total)")
     assert float(sample["value"][1]) == 0
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize(
+    "name", ["time_to_first_token", "inter_token_latency", "request_latency", "queue_time"]
+)
+def test_exemplars_lead_to_traces(
+    name: str, prometheus: Prometheus, metered_traces: OtlpReceiver
+) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := prometheus.exemplars(f"octavo_{name}_seconds_bucket")):
+        assert time.monotonic() < deadline, "no exemplars"
+        time.sleep(0.5)
+    trace_ids = {item["labels"]["trace_id"] for series in found for item in series["exemplars"]}
+    # A request's spans leave when it ends, its exemplars when they are scraped.
+    metered_traces.wait(lambda spans: trace_ids <= {span.trace_id for span in spans})
