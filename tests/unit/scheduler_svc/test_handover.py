@@ -12,6 +12,7 @@ from octavo.registry import MemoryRegistry, MemoryStore
 from octavo.serving import open_channel
 from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from octavo_scheduler import takeover
 from octavo_scheduler.service import SchedulerProcess
 from tests.fakes.fake_device import expected_tokens
 from tests.fakes.fake_worker import FakeWorker
@@ -146,32 +147,35 @@ def test_another_scheduler_goes_on_with_the_caches(how: str) -> None:
     run(test)
 
 
-def test_what_waits_for_a_lost_scheduler_can_be_cancelled_and_goes_on_in_the_end() -> None:
+@pytest.mark.parametrize("ends", ["the worker comes", "patience ends"])
+def test_what_was_lost_waits_for_the_lost_workers(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "PATIENCE_S", 30.0 if ends == "the worker comes" else 0.5)
+
     async def test() -> None:
-        async with cells(2) as fleet:
-            stubborn = fleet.workers[0]
-            # Led by a scheduler that the routers lost, and that lives: it is let go by nobody.
-            async with leader_client(stubborn.address, "lost") as lost:
-                steps = await lost.lead()
-                one = await fleet.start("one")
-                await until(lambda: len(one.cell.members) == 1)
-                router = await fleet.session(one)
-                prompt = prompt_of(40)
+        async with cells(2) as fleet, leader_client(fleet.workers[0].address, "lost") as lost:
+            # Led by a scheduler that a router lost, and that lives.
+            steps = await lost.lead()
+            one = await fleet.start("one")
+            await until(lambda: len(one.cell.members) == 1)
+            router = await fleet.session(one)
+            prompt = prompt_of(40)
+            kept = await router.submit(prompt, 20, lost_scheduler_id="lost")
+            # Its own, that came back, waits for nothing.
+            own = await router.submit(prompt, 20, lost_scheduler_id="one")
+            await own.over()
+            if ends == "the worker comes":
                 cancelled = await router.submit(prompt, 20, lost_scheduler_id="lost")
-                kept = await router.submit(prompt, 20, lost_scheduler_id="lost")
-                fresh = await router.submit(prompt, 20)
-                await fresh.over()
-                assert not kept.tokens
                 await router.cancel(cancelled)
                 await cancelled.over()
                 assert cancelled.finished[0].reason == common_pb2.FINISH_REASON_CANCELLED
                 assert not kept.tokens
-                await kept.over()
-                assert kept.tokens[0] == fresh.tokens[0] == expected_tokens(prompt, 20)
-                late = await router.submit(prompt, 20, lost_scheduler_id="one")
-                await late.over()
-                assert late.tokens[0] == fresh.tokens[0]
                 steps.call.cancel()
+            await kept.over()
+            assert kept.tokens[0] == own.tokens[0] == expected_tokens(prompt, 20)
+            assert len(one.cell.members) == (2 if ends == "the worker comes" else 1)
+            steps.call.cancel()
 
     run(test)
 
