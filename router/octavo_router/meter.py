@@ -26,7 +26,17 @@ _MIN_RETRY_MS = 1000
 class _Side:
     """One bucket: requests or tokens. `quota` 0 = no limit."""
 
-    __slots__ = ("_allowed", "_left", "_left_at", "name", "quota", "spent", "told", "wanted")
+    __slots__ = (
+        "_allowed",
+        "_has_loan",
+        "_left",
+        "_left_at",
+        "name",
+        "quota",
+        "spent",
+        "told",
+        "wanted",
+    )
 
     def __init__(self, name: str, quota: int, now: float) -> None:
         self.name = name
@@ -36,6 +46,7 @@ class _Side:
         self.told = 0
         self.wanted = 0
         self._allowed: float = max(1, quota // _SLICES)
+        self._has_loan = False
         # In all, as of `_left_at`, what this router spent since not deducted.
         self._left: float | None = None
         self._left_at = now
@@ -55,9 +66,13 @@ class _Side:
 
     def apply(self, need: Need, share: Share, num_routers: int, now: float) -> None:
         """`share` answers `need`."""
-        # If others hold what there is, they give it back soon: a little may be borrowed.
-        borrowed = min(self.quota // _SLICES, int(share.left / (2 * num_routers)))
-        self._allowed = need.spent + max(share.granted, borrowed)
+        if share.granted or share.left <= 0:
+            self._allowed = need.spent + share.granted
+            self._has_loan = False
+        elif not self._has_loan:
+            # Others hold what there is, and give it back soon: a little is borrowed, once.
+            self._allowed = need.spent + min(self.quota // _SLICES, share.left // (2 * num_routers))
+            self._has_loan = True
         self.told = need.spent
         self._left, self._left_at = share.left, now
         self.wanted = 0
