@@ -105,6 +105,7 @@ def test_greedy_over_grpc_equals_transformers(tiny_folder: Path, tmp_path: Path)
             return [steps.tokens(row) for row in range(len(prompts))]
 
     flags = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--metrics-port", str(metrics_port))
+    flags += ("--vllm-metrics", "false")
     with worker_process(tiny_folder, tmp_path, *flags) as worker:
         answers = asyncio.run(generate(worker.address()))
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
@@ -115,6 +116,7 @@ def test_greedy_over_grpc_equals_transformers(tiny_folder: Path, tmp_path: Path)
     assert f"octavo_worker_steps_total {NUM_TOKENS + 1}.0" in metrics
     assert f'octavo_worker_tokens_total{{kind="prefill"}} {sum(map(len, prompts))}.0' in metrics
     assert "octavo_redis_lag_seconds 0.0" in metrics
+    assert "vllm:" not in metrics
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == NUM_TOKENS
         assert check_greedy(tiny_folder, prompt, answer).is_right

@@ -131,3 +131,18 @@ def test_mistakes_end_the_start(
             assert "a b" not in stderr
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("flag", ["true", "false"])
+def test_vllm_names_are_a_setting(flag: str, model: Path, tmp_path: Path) -> None:
+    async def main() -> str:
+        flags = ("--vllm-metrics", flag, "--served-model-name", "public,other")
+        with router(model, tmp_path, *flags):
+            port = (await ports_of(tmp_path))["port"]
+            async with httpx.AsyncClient(timeout=20) as client:
+                return (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+
+    text = asyncio.run(main())
+    assert "octavo_prompt_tokens_total 0.0" in text
+    assert ('vllm:prompt_tokens_total{model_name="public"} 0.0' in text) is (flag == "true")
+    assert ("vllm:" in text) is (flag == "true")

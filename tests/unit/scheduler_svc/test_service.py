@@ -450,6 +450,28 @@ def test_idle_cell_sends_no_plan() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("changes", "model_name"),
+    [
+        ({}, "fake"),
+        ({"served_model_name": ("public", "other")}, "public"),
+        ({"vllm_metrics": False}, None),
+    ],
+)
+def test_vllm_names_are_a_setting(changes: dict[str, Any], model_name: str | None) -> None:
+    async def test() -> None:
+        async with (
+            fake_workers(1) as workers,
+            scheduler(workers[0].address, **changes) as (cell, _),
+        ):
+            families = cell.metrics.registry.collect()
+            found = {f.name: f.samples[0].labels for f in families if f.name.startswith("vllm:")}
+            assert {labels["model_name"] for labels in found.values()} == {model_name} - {None}
+            assert ("vllm:num_requests_waiting" in found) is (model_name is not None)
+
+    run(test)
+
+
 def test_process_is_ready_and_ends_at_sigterm(tmp_path: Path) -> None:
     environment = child_environment()
     processes: list[subprocess.Popen[str]] = []
