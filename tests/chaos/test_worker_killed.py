@@ -41,7 +41,15 @@ class KillAfter:
                 self._action()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("after_messages", [1, 60, 400])
+@pytest.mark.parametrize(
+    "after_messages",
+    [
+        # test_fleet.py kills one in the middle, too.
+        pytest.param(1, marks=pytest.mark.slow),
+        60,
+        pytest.param(400, marks=pytest.mark.slow),
+    ],
+)
 def test_streams_survive(
     after_messages: int, tiny_folder: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:

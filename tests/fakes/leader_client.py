@@ -93,6 +93,7 @@ class LeaderClient:
 
     def __init__(self, address: str, scheduler_id: str = "s1") -> None:
         self.scheduler_id = scheduler_id
+        self.wire_version = WIRE_VERSION
         self.channel = open_channel(address)
         self.stub = worker_pb2_grpc.WorkerStub(self.channel)
 
@@ -111,11 +112,10 @@ class LeaderClient:
         self,
         expected_epoch: int,
         required_model: common_pb2.ModelSpec | None = None,
-        wire_version: int = WIRE_VERSION,
     ) -> tuple[worker_pb2.WorkerAttached, list[tuple[int, bytes]]]:
         """The answer and the inventory of sealed blocks."""
         request = worker_pb2.WorkerAttachRequest(
-            wire_version=wire_version,
+            wire_version=self.wire_version,
             scheduler_id=self.scheduler_id,
             expected_epoch=expected_epoch,
             required_model=required_model,
@@ -136,7 +136,7 @@ class LeaderClient:
     async def open_steps(self, boot_id: str, epoch: int) -> Steps:
         """A stream whose hello was sent."""
         steps = Steps(self.stub.Steps())
-        hello = worker_pb2.StepsHello(wire_version=WIRE_VERSION, boot_id=boot_id, epoch=epoch)
+        hello = worker_pb2.StepsHello(wire_version=self.wire_version, boot_id=boot_id, epoch=epoch)
         await steps.send(hello=hello)
         return steps
 

@@ -87,6 +87,38 @@ def test_a_running_stream_survives_sigterm(model: Path, tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_while_streams_finish_new_requests_are_refused_in_words(
+    model: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        fake = FakeScheduler(interval_s=0.005, vocab_size=256, eos_token_ids=())
+        fake.hold_at = 50
+        async with fake:
+            with router(model, tmp_path, "--schedulers", fake.address) as process:
+                url = f"http://127.0.0.1:{(await ports_of(tmp_path))['port']}"
+                async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                    await until(lambda: fake.num_sessions == 1)
+                    running = asyncio.create_task(client.post("/v1/completions", json=BODY))
+                    await until(lambda: bool(fake.num_live))
+                    process.send_signal(signal.SIGTERM)
+                    answer = await client.get("/readyz")
+                    while answer.status_code != 503:
+                        answer = await client.get("/readyz")
+                    assert answer.headers["connection"] == "close"
+                    # Not only for a moment: as long as the stream runs.
+                    await asyncio.sleep(1.0)
+                    answer = await client.post("/v1/completions", json=BODY)
+                    assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+                    assert answer.json()["error"]["code"] == "unavailable"
+                    fake.hold_at = None
+                    assert parse((await running).content).finish() == "length"
+                code, _ = await ended(process)
+                assert code == 0
+                assert len(fake.submits) == 1
+
+    asyncio.run(main())
+
+
 def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
     async def main() -> None:
         fake = FakeScheduler(interval_s=0.05, vocab_size=256, eos_token_ids=())

@@ -347,6 +347,18 @@ def test_versions_that_do_not_fit_are_not_spoken_to(field: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("distance", [-1, 1])
+def test_a_scheduler_one_version_away_serves(distance: int) -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        fake = fake_cell("neighbour")
+        fake.wire_version += distance
+        async with running_router(fake) as router:
+            check_same(await (await streaming(router)), texts)
+
+    asyncio.run(main())
+
+
 def test_cells_of_another_block_size_get_their_own_hashes() -> None:
     async def main() -> None:
         one, two = fake_cell("one", block_size=16), fake_cell("two", block_size=32)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo import WIRE_VERSION
 from octavo.blocks import BlockHashRoot, chain
@@ -74,8 +76,8 @@ class TestSession:
         self._handles = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
 
-    async def begin(self) -> None:
-        hello = scheduler_pb2.SessionHello(wire_version=WIRE_VERSION, router_id="test")
+    async def begin(self, wire_version: int = WIRE_VERSION) -> None:
+        hello = scheduler_pb2.SessionHello(wire_version=wire_version, router_id="test")
         await self.call.write(scheduler_pb2.SchedulerSessionRequest(hello=hello))
         self.welcome = (await self.call.read()).welcome
         self._reader = asyncio.create_task(self._read())
@@ -290,6 +292,72 @@ def test_only_a_worker_that_was_led_before_is_missed(caplog: pytest.LogCaptureFi
         finally:
             await worker.stop()
             await process.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("distance", [-1, 1])
+def test_neighbours_one_version_away_are_served(distance: int) -> None:
+    async def test() -> None:
+        async with fake_workers(1) as workers:
+            workers[0].wire_version += distance
+            async with scheduler(workers[0].address) as (_, stub):
+                router = TestSession(stub.Session())
+                await router.begin(WIRE_VERSION + distance)
+                flight = await router.submit(prompt_of(20), 30)
+                await flight.over()
+                assert flight.tokens[0] == expected_tokens(prompt_of(20), 30)
+                await router.close()
+
+    run(test)
+
+
+def test_who_is_two_versions_away_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with fake_workers(2) as workers, scheduler(workers[0].address) as (process, stub):
+            call = stub.Session()
+            hello = scheduler_pb2.SessionHello(wire_version=WIRE_VERSION + 2, router_id="r9")
+            await call.write(scheduler_pb2.SchedulerSessionRequest(hello=hello))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert f"router 'r9' speaks wire version {WIRE_VERSION + 2}" in str(caught.value)
+            workers[1].wire_version += 2
+            process.workers.lead(workers[1].address)
+            said = f"worker {workers[1].address} speaks wire version {WIRE_VERSION + 2}"
+            await until(lambda: said in caplog.text)
+            assert len(process.cell.members) == 1
+            assert workers[1].epoch == 0
+
+    caplog.set_level("INFO", "octavo_scheduler")
+    run(test)
+
+
+def test_ready_is_who_has_a_worker() -> None:
+    async def test() -> None:
+        port = free_ports(1)[0]
+        worker = FakeWorker()
+        await worker.start(port)
+        async with (
+            scheduler(worker.address) as (process, _),
+            open_channel(f"127.0.0.1:{process.port}") as channel,
+        ):
+            health = health_pb2_grpc.HealthStub(channel)
+
+            async def until_status(expected: int) -> None:
+                request = health_pb2.HealthCheckRequest()
+                while (await health.Check(request)).status != expected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+            await until_status(health_pb2.HealthCheckResponse.SERVING)
+            await worker.stop()
+            await until_status(health_pb2.HealthCheckResponse.NOT_SERVING)
+            again = FakeWorker()
+            await again.start(port)
+            await until_status(health_pb2.HealthCheckResponse.SERVING)
+            await process.drain(0.0)
+            await until_status(health_pb2.HealthCheckResponse.NOT_SERVING)
+            await again.stop()
 
     run(test)
 
