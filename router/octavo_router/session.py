@@ -96,6 +96,7 @@ class Session:
         # Sequences of each handle that have no terminal frame yet.
         self._open: dict[int, set[int]] = {}
         self._num_silent_beats = 0
+        self._num_frames = 0
 
     def submit(self, flight: Flight) -> None:
         """Send a flight on its way, from where it stands."""
@@ -198,7 +199,16 @@ class Session:
             self.model = await _describe(self._stub, self.model)
 
     def _receive(self, frame: scheduler_pb2.SchedulerSessionResponse) -> str | None:
-        """Take one frame in; the successor's address if it was the last one."""
+        """Take one frame in; the successor's address if it was the last one.
+
+        Raises FailedPreconditionError if frames before it are missing, or it came before.
+        """
+        if frame.number:
+            if frame.number != self._num_frames + 1:
+                raise FailedPreconditionError(
+                    f"frame {frame.number} of scheduler {self.address} follows {self._num_frames}"
+                )
+            self._num_frames = frame.number
         for started in frame.started:
             flight = self.flights.get(started.handle)
             if flight is not None:

@@ -141,7 +141,7 @@ def load_to_proto(load: LoadNumbers) -> common_pb2.Load:
 
 
 def frame_to_proto(frame: Frame, load: LoadNumbers) -> scheduler_pb2.SchedulerSessionResponse:
-    message = scheduler_pb2.SchedulerSessionResponse(load=load_to_proto(load))
+    message = scheduler_pb2.SchedulerSessionResponse(number=frame.number, load=load_to_proto(load))
     for started in frame.started:
         message.started.add(
             handle=started.handle,

@@ -72,8 +72,9 @@ class TokenFrame:
 
 @dataclass(slots=True)
 class Frame:
-    """Everything owed since the last frame."""
+    """Everything owed since the last frame. `number`: 1, 2, 3, ... in a session."""
 
+    number: int = 0
     started: list[StartedNote] = field(default_factory=list[StartedNote])
     prompt_logprobs: list[PromptLogprobsNote] = field(default_factory=list[PromptLogprobsNote])
     tokens: TokenFrame | None = None
@@ -88,6 +89,7 @@ class Outbox:
         self._on_dirty = on_dirty
         self._frame = Frame()
         self._pieces: list[TokenColumns] = []
+        self._num_taken = 0
 
     @property
     def is_empty(self) -> bool:
@@ -123,6 +125,8 @@ class Outbox:
         pieces, self._pieces = self._pieces, []
         if pieces:
             frame.tokens = _merge(pieces)
+        self._num_taken += 1
+        frame.number = self._num_taken
         return frame
 
 

@@ -97,11 +97,19 @@ class ReplayMachine(RuleBasedStateMachine):
                 session.flush()
             world.call(session.deliver)
 
-    @rule(number=ANY, how=st.sampled_from(["lose", "double", "swap"]), results=st.booleans())
-    def spoil(self, number: int, how: str, results: bool) -> None:
+    @rule(
+        number=ANY,
+        how=st.sampled_from(["lose", "double", "swap"]),
+        what=st.sampled_from(["plans", "results", "frames"]),
+    )
+    def spoil(self, number: int, how: str, what: str) -> None:
         """What no TCP stream does: a message is lost, doubled, or overtaken."""
-        wires = [s.results if results else s.plans for _, s in self.world.streams]
-        waiting = [wire for wire in wires if len(wire) > 1]
+        ends: list[Any] = [stream for _, stream in self.world.streams]
+        if what == "frames":
+            self.world.turn(with_frames=False)
+            self.world.turn(with_frames=False)
+            ends = [s for router in self.world.routers for s in router.sessions.values()]
+        waiting = [wire for wire in (getattr(end, what) for end in ends) if len(wire) > 1]
         if not waiting:
             return
         wire = waiting[number % len(waiting)]

@@ -52,7 +52,7 @@ SPEC = ModelSpec(
     eos_token_ids=(2,),
 )
 SERVED = ServedModel("fake", "r1", SIZE.block_size, "fake", SIZE.max_model_len, SIZE.vocab_size, ())
-NO_LOAD = LoadNumbers(0, 0, 0, 0, 0, 0, False)
+NO_LOAD = LoadNumbers(0, 0, 0, 0, 0, 0, draining=False, prompt_backlog_tokens=0)
 ResultT = TypeVar("ResultT")
 
 
@@ -188,6 +188,7 @@ class SessionStream:
     def __init__(self, router: "Router", scheduler: Scheduler) -> None:
         SessionStream._num_made += 1
         self.id = SessionStream._num_made
+        self.router = router
         self.scheduler = scheduler
         self.outbox = Outbox(lambda: None)
         self.frames: deque[bytes] = deque()
@@ -221,10 +222,14 @@ class SessionStream:
             self.frames.append(frame.SerializeToString())
 
     def deliver(self) -> None:
-        """The next frame arrives at the router."""
-        if self.frames:
-            message = self.frames.popleft()
+        """The next frame arrives at the router; one out of order ends the session."""
+        if not self.frames:
+            return
+        message = self.frames.popleft()
+        try:
             self.end._receive(scheduler_pb2.SchedulerSessionResponse.FromString(message))
+        except FailedPreconditionError:
+            self.router.lose(self.scheduler)
 
     def close_at_scheduler(self) -> None:
         """The scheduler hears that the session is over."""
@@ -361,8 +366,11 @@ class World:
         self.schedulers[place] = Scheduler(scheduler.name)
         return self.schedulers[place]
 
-    def turn(self) -> bool:
-        """Everything that waits moves on by one; whether anything did."""
+    def turn(self, *, with_frames: bool = True) -> bool:
+        """Everything that waits moves on by one; whether anything did.
+
+        Without frames these wait on their sessions, as full as a turn makes them.
+        """
         moved = False
         for router in self.routers:
             for stream in list(router.sessions.values()):
@@ -383,7 +391,7 @@ class World:
         for router in self.routers:
             for stream in list(router.sessions.values()):
                 stream.flush()
-                while stream.frames:
+                while with_frames and stream.frames and router.sessions.get(stream.scheduler) is stream:
                     self.call(stream.deliver)
         self.check()
         return moved

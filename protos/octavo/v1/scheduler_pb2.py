@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import common_pb2 as octavo_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/scheduler.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\xc0\x01\n\x17SchedulerSessionRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.octavo.v1.SessionHelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.octavo.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.octavo.v1.CancelH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.octavo.v1.SessionPingH\x00\x42\t\n\x07message\"7\n\x0cSessionHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\"\r\n\x0bSessionPing\"\xef\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x11\n\troot_hash\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12*\n\x07resumes\x18\x0c \x03(\x0b\x32\x19.octavo.v1.ResumeSequence\x12\x12\n\ntracestate\x18\r \x01(\t\x12\x19\n\x11lost_scheduler_id\x18\x0e \x01(\tB\x0e\n\x0c_deadline_ms\"W\n\x0eResumeSequence\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x02 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\x8a\x01\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1b\n\x0esequence_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.CancelReason\x12\x17\n\x0fnum_kept_tokens\x18\x04 \x01(\rB\x11\n\x0f_sequence_index\"\xd9\x02\n\x18SchedulerSessionResponse\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.octavo.v1.SessionWelcome\x12#\n\x07started\x18\x02 \x03(\x0b\x32\x12.octavo.v1.Started\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.octavo.v1.TokenBatch\x12%\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x13.octavo.v1.Finished\x12%\n\x08rejected\x18\x05 \x03(\x0b\x32\x13.octavo.v1.Rejected\x12\x1f\n\x05moved\x18\x06 \x01(\x0b\x32\x10.octavo.v1.Moved\x12\x1d\n\x04load\x18\x07 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x37\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1e.octavo.v1.PromptLogprobsBatch\"a\n\x0eSessionWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\"^\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\r\"\x86\x01\n\nTokenBatch\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x18\n\x10sequence_indexes\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.octavo.v1.BatchLogprobs\"P\n\rBatchLogprobs\x12\x13\n\x0btoken_index\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.octavo.v1.TokenLogprobs\"_\n\x13PromptLogprobsBatch\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12)\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"\xbc\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.octavo.v1.Error\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12\x11\n\tnum_moves\x18\x07 \x01(\r\";\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.octavo.v1.Error\"\x1a\n\x05Moved\x12\x11\n\tsuccessor\x18\x01 \x01(\t\"\x1a\n\x18SchedulerDescribeRequest\"\xd1\x01\n\x19SchedulerDescribeResponse\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.octavo.v1.WorkerStatus\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\"\xd0\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x0c\n\x04step\x18\n \x01(\x04\")\n\x15SchedulerDrainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"0\n\x16SchedulerDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\",\n\x15SchedulerWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\".\n\x16SchedulerWatchResponse\x12\x14\n\x0cpicture_json\x18\x01 \x01(\x0c*{\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NCEL_REASON_CLIENT\x10\x01\x12\x16\n\x12\x43\x41NCEL_REASON_STOP\x10\x02\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x03\x32\xd8\x02\n\tScheduler\x12V\n\x07Session\x12\".octavo.v1.SchedulerSessionRequest\x1a#.octavo.v1.SchedulerSessionResponse(\x01\x30\x01\x12U\n\x08\x44\x65scribe\x12#.octavo.v1.SchedulerDescribeRequest\x1a$.octavo.v1.SchedulerDescribeResponse\x12L\n\x05\x44rain\x12 .octavo.v1.SchedulerDrainRequest\x1a!.octavo.v1.SchedulerDrainResponse\x12N\n\x05Watch\x12 .octavo.v1.SchedulerWatchRequest\x1a!.octavo.v1.SchedulerWatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/scheduler.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\xc0\x01\n\x17SchedulerSessionRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.octavo.v1.SessionHelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.octavo.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.octavo.v1.CancelH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.octavo.v1.SessionPingH\x00\x42\t\n\x07message\"7\n\x0cSessionHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\"\r\n\x0bSessionPing\"\xef\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x11\n\troot_hash\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12*\n\x07resumes\x18\x0c \x03(\x0b\x32\x19.octavo.v1.ResumeSequence\x12\x12\n\ntracestate\x18\r \x01(\t\x12\x19\n\x11lost_scheduler_id\x18\x0e \x01(\tB\x0e\n\x0c_deadline_ms\"W\n\x0eResumeSequence\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x02 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\x8a\x01\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1b\n\x0esequence_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.CancelReason\x12\x17\n\x0fnum_kept_tokens\x18\x04 \x01(\rB\x11\n\x0f_sequence_index\"\xe9\x02\n\x18SchedulerSessionResponse\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.octavo.v1.SessionWelcome\x12#\n\x07started\x18\x02 \x03(\x0b\x32\x12.octavo.v1.Started\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.octavo.v1.TokenBatch\x12%\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x13.octavo.v1.Finished\x12%\n\x08rejected\x18\x05 \x03(\x0b\x32\x13.octavo.v1.Rejected\x12\x1f\n\x05moved\x18\x06 \x01(\x0b\x32\x10.octavo.v1.Moved\x12\x1d\n\x04load\x18\x07 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x37\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1e.octavo.v1.PromptLogprobsBatch\x12\x0e\n\x06number\x18\t \x01(\x04\"a\n\x0eSessionWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\"^\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\r\"\x86\x01\n\nTokenBatch\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x18\n\x10sequence_indexes\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.octavo.v1.BatchLogprobs\"P\n\rBatchLogprobs\x12\x13\n\x0btoken_index\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.octavo.v1.TokenLogprobs\"_\n\x13PromptLogprobsBatch\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12)\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"\xbc\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.octavo.v1.Error\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12\x11\n\tnum_moves\x18\x07 \x01(\r\";\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.octavo.v1.Error\"\x1a\n\x05Moved\x12\x11\n\tsuccessor\x18\x01 \x01(\t\"\x1a\n\x18SchedulerDescribeRequest\"\xd1\x01\n\x19SchedulerDescribeResponse\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.octavo.v1.WorkerStatus\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\"\xd0\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x0c\n\x04step\x18\n \x01(\x04\")\n\x15SchedulerDrainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"0\n\x16SchedulerDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\",\n\x15SchedulerWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\".\n\x16SchedulerWatchResponse\x12\x14\n\x0cpicture_json\x18\x01 \x01(\x0c*{\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NCEL_REASON_CLIENT\x10\x01\x12\x16\n\x12\x43\x41NCEL_REASON_STOP\x10\x02\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x03\x32\xd8\x02\n\tScheduler\x12V\n\x07Session\x12\".octavo.v1.SchedulerSessionRequest\x1a#.octavo.v1.SchedulerSessionResponse(\x01\x30\x01\x12U\n\x08\x44\x65scribe\x12#.octavo.v1.SchedulerDescribeRequest\x1a$.octavo.v1.SchedulerDescribeResponse\x12L\n\x05\x44rain\x12 .octavo.v1.SchedulerDrainRequest\x1a!.octavo.v1.SchedulerDrainResponse\x12N\n\x05Watch\x12 .octavo.v1.SchedulerWatchRequest\x1a!.octavo.v1.SchedulerWatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CANCELREASON']._serialized_start=2708
-  _globals['_CANCELREASON']._serialized_end=2831
+  _globals['_CANCELREASON']._serialized_start=2724
+  _globals['_CANCELREASON']._serialized_end=2847
   _globals['_SCHEDULERSESSIONREQUEST']._serialized_start=65
   _globals['_SCHEDULERSESSIONREQUEST']._serialized_end=257
   _globals['_SESSIONHELLO']._serialized_start=259
@@ -47,37 +47,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCEL']._serialized_start=791
   _globals['_CANCEL']._serialized_end=929
   _globals['_SCHEDULERSESSIONRESPONSE']._serialized_start=932
-  _globals['_SCHEDULERSESSIONRESPONSE']._serialized_end=1277
-  _globals['_SESSIONWELCOME']._serialized_start=1279
-  _globals['_SESSIONWELCOME']._serialized_end=1376
-  _globals['_STARTED']._serialized_start=1378
-  _globals['_STARTED']._serialized_end=1472
-  _globals['_TOKENBATCH']._serialized_start=1475
-  _globals['_TOKENBATCH']._serialized_end=1609
-  _globals['_BATCHLOGPROBS']._serialized_start=1611
-  _globals['_BATCHLOGPROBS']._serialized_end=1691
-  _globals['_PROMPTLOGPROBSBATCH']._serialized_start=1693
-  _globals['_PROMPTLOGPROBSBATCH']._serialized_end=1788
-  _globals['_FINISHED']._serialized_start=1791
-  _globals['_FINISHED']._serialized_end=1979
-  _globals['_REJECTED']._serialized_start=1981
-  _globals['_REJECTED']._serialized_end=2040
-  _globals['_MOVED']._serialized_start=2042
-  _globals['_MOVED']._serialized_end=2068
-  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_start=2070
-  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_end=2096
-  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_start=2099
-  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_end=2308
-  _globals['_WORKERSTATUS']._serialized_start=2311
-  _globals['_WORKERSTATUS']._serialized_end=2519
-  _globals['_SCHEDULERDRAINREQUEST']._serialized_start=2521
-  _globals['_SCHEDULERDRAINREQUEST']._serialized_end=2562
-  _globals['_SCHEDULERDRAINRESPONSE']._serialized_start=2564
-  _globals['_SCHEDULERDRAINRESPONSE']._serialized_end=2612
-  _globals['_SCHEDULERWATCHREQUEST']._serialized_start=2614
-  _globals['_SCHEDULERWATCHREQUEST']._serialized_end=2658
-  _globals['_SCHEDULERWATCHRESPONSE']._serialized_start=2660
-  _globals['_SCHEDULERWATCHRESPONSE']._serialized_end=2706
-  _globals['_SCHEDULER']._serialized_start=2834
-  _globals['_SCHEDULER']._serialized_end=3178
+  _globals['_SCHEDULERSESSIONRESPONSE']._serialized_end=1293
+  _globals['_SESSIONWELCOME']._serialized_start=1295
+  _globals['_SESSIONWELCOME']._serialized_end=1392
+  _globals['_STARTED']._serialized_start=1394
+  _globals['_STARTED']._serialized_end=1488
+  _globals['_TOKENBATCH']._serialized_start=1491
+  _globals['_TOKENBATCH']._serialized_end=1625
+  _globals['_BATCHLOGPROBS']._serialized_start=1627
+  _globals['_BATCHLOGPROBS']._serialized_end=1707
+  _globals['_PROMPTLOGPROBSBATCH']._serialized_start=1709
+  _globals['_PROMPTLOGPROBSBATCH']._serialized_end=1804
+  _globals['_FINISHED']._serialized_start=1807
+  _globals['_FINISHED']._serialized_end=1995
+  _globals['_REJECTED']._serialized_start=1997
+  _globals['_REJECTED']._serialized_end=2056
+  _globals['_MOVED']._serialized_start=2058
+  _globals['_MOVED']._serialized_end=2084
+  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_start=2086
+  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_end=2112
+  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_start=2115
+  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_end=2324
+  _globals['_WORKERSTATUS']._serialized_start=2327
+  _globals['_WORKERSTATUS']._serialized_end=2535
+  _globals['_SCHEDULERDRAINREQUEST']._serialized_start=2537
+  _globals['_SCHEDULERDRAINREQUEST']._serialized_end=2578
+  _globals['_SCHEDULERDRAINRESPONSE']._serialized_start=2580
+  _globals['_SCHEDULERDRAINRESPONSE']._serialized_end=2628
+  _globals['_SCHEDULERWATCHREQUEST']._serialized_start=2630
+  _globals['_SCHEDULERWATCHREQUEST']._serialized_end=2674
+  _globals['_SCHEDULERWATCHRESPONSE']._serialized_start=2676
+  _globals['_SCHEDULERWATCHRESPONSE']._serialized_end=2722
+  _globals['_SCHEDULER']._serialized_start=2850
+  _globals['_SCHEDULER']._serialized_end=3194
 # @@protoc_insertion_point(module_scope)

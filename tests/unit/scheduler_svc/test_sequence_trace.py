@@ -95,7 +95,9 @@ def test_the_worker_learns_the_span_in_which_the_row_was_taken() -> None:
 
 def test_preempted_and_moved_are_events_within_the_one_decode_span() -> None:
     size = FakeSize(num_blocks=40, max_num_seqs=16, max_num_batched_tokens=256)
-    cell = TracedCell(size, num_workers=2, settings=SchedulerSettings(check_integrity=True))
+    # Nothing is kept for growth, so that rows run into one another.
+    settings = SchedulerSettings(check_integrity=True, growth_reserve=0.0)
+    cell = TracedCell(size, num_workers=2, settings=settings)
     for i in range(20):
         cell.submit(prompt_of(40, seed=i), 200, trace=cell.trace())
     for _ in range(150):
