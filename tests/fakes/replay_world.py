@@ -391,7 +391,7 @@ class World:
         for router in self.routers:
             for stream in list(router.sessions.values()):
                 stream.flush()
-                while with_frames and stream.frames and router.sessions.get(stream.scheduler) is stream:
+                while with_frames and stream.frames and stream in router.sessions.values():
                     self.call(stream.deliver)
         self.check()
         return moved
