@@ -59,6 +59,13 @@ class _Line:
 
     sequences: _OrderedSet = field(default_factory=_OrderedSet)
     num_tokens: int = 0
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def wait_s(self) -> float:
+        """How long its last one waits, if the line goes on as it did; 0 = not measured."""
+        rate = self.pace.tokens_per_s
+        return self.num_tokens / rate if rate else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -123,13 +130,14 @@ class AdmissionQueue:
             return
         rate = self._pace.tokens_per_s or default_tokens_per_s or _DEFAULT_TOKENS_PER_S
         limits = self._limits
-        wait_s = ahead / rate
+        # What others may yet send before its turn shows in how its own line moves.
+        wait_s = max(ahead / rate, self._line_wait_s(priority, tenant))
         if ahead + num_tokens > limits.max_tokens:
             excess_s = (ahead + num_tokens - limits.max_tokens) / rate
             limit = f"at most {limits.max_tokens} may wait"
         elif limits.max_wait_s and wait_s > limits.max_wait_s:
             excess_s = wait_s - limits.max_wait_s
-            limit = f"at {rate:.0f} tokens/s that takes {wait_s:.1f} s, over {limits.max_wait_s:g}"
+            limit = f"that takes {wait_s:.1f} s, over {limits.max_wait_s:g} s"
         else:
             return
         raise OverloadedError(
@@ -142,7 +150,10 @@ class AdmissionQueue:
         """Queue a fresh sequence."""
         level = self._count(sequence, 1)
         tenant = sequence.request.submission.tenant
-        line = level.lines.setdefault(tenant, _Line())
+        line = level.lines.get(tenant)
+        if line is None:
+            line = level.lines[tenant] = _Line()
+            line.pace.fill(self._clock())
         assert sequence not in line.sequences
         line.sequences[sequence] = None
         line.num_tokens += sequence.queue_tokens
@@ -159,8 +170,12 @@ class AdmissionQueue:
         Not again for one that comes back. The answer's tokens are charged as expected; whoever
         ends the sequence corrects them.
         """
-        is_fresh = sequence not in self._levels[sequence.request.submission.priority].back
-        self._pace.serve(self._clock(), sequence.queue_tokens)
+        level, now = self._levels[sequence.request.submission.priority], self._clock()
+        is_fresh = sequence not in level.back
+        self._pace.serve(now, sequence.queue_tokens)
+        if is_fresh:
+            line = level.lines[sequence.request.submission.tenant]
+            line.pace.serve(now, sequence.queue_tokens)
         self.remove(sequence)
         if is_fresh:
             sequence.charged_output = sequence.expected_output
@@ -237,6 +252,11 @@ class AdmissionQueue:
         if not self._size:
             self._pace.empty()
         return level
+
+    def _line_wait_s(self, priority: int, tenant: str) -> float:
+        level = self._levels.get(priority)
+        line = None if level is None else level.lines.get(tenant)
+        return 0.0 if line is None else line.wait_s
 
     def _tokens_ahead(self, num_tokens: int, priority: int, tenant: str) -> int:
         """Tokens that are served before the last of these, by priority and fair share."""

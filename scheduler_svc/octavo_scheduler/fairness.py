@@ -2,8 +2,9 @@
 
 Start-time fair queueing (Goyal, Vin, Cheng, 1996) over tokens, as "Fairness in Serving Large
 Language Models" (Sheng et al., 2024) counts them: each tenant has a virtual time that advances
-by (tokens served / weight); who is least advanced goes first. A tenant that comes back after a
-pause starts at the present and has saved nothing up.
+by (tokens served / weight); who is least advanced goes first. A tenant that took less than its
+share keeps a little of what it left, so that its bursts pass a flood of others; more it can't
+save up.
 
 Must not know: sequences, queues, time. Entry points: `Shares`, `parse_weights`.
 """
@@ -15,6 +16,8 @@ from octavo.errors import ConfigurationError
 
 # Idle tenants whose past still counts are remembered up to this many.
 _MAX_IDLE = 1024
+# Tokens (times its weight) that a tenant may have saved up.
+BURST_TOKENS = 65_536
 
 
 def parse_weights(items: Iterable[str]) -> dict[str, float]:
@@ -47,12 +50,14 @@ class Shares:
         return self._weights.get(tenant, 1.0)
 
     def time(self, tenant: str) -> float:
-        """Virtual time of a tenant; never before the present."""
-        return max(self._times.get(tenant, 0.0), self._present)
+        """Virtual time of a tenant; never further back from the present than a burst."""
+        earliest = self._present - BURST_TOKENS
+        return max(self._times.get(tenant, earliest), earliest)
 
     def serve(self, tenant: str, num_tokens: int) -> None:
         """The tenant, whose turn it was, gets this much."""
-        self._present = started = self.time(tenant)
+        started = self.time(tenant)
+        self._present = max(self._present, started)
         self._times[tenant] = started + num_tokens / self.weight(tenant)
         if len(self._times) > _MAX_IDLE:
             self._forget_idle()
@@ -62,8 +67,9 @@ class Shares:
         self._times[tenant] = self.time(tenant) + num_tokens / self.weight(tenant)
 
     def _forget_idle(self) -> None:
-        """Of tenants whose time has passed, nothing needs to be known."""
-        self._times = {t: time for t, time in self._times.items() if time > self._present}
+        """Of tenants that saved all they may, nothing needs to be known."""
+        earliest = self._present - BURST_TOKENS
+        self._times = {t: time for t, time in self._times.items() if time > earliest}
         if len(self._times) > _MAX_IDLE:
             latest = sorted(self._times.items(), key=lambda item: item[1])[-_MAX_IDLE // 2 :]
             self._times = dict(latest)

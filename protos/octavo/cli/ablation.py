@@ -8,7 +8,6 @@ Must not know: what a twin is (loaded by name). Entry point: `main`.
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -18,8 +17,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
 
-import octavo
 from octavo.cli.ablation_tables import gains_table, runs_table
+from octavo.cli.checkout import load_from_checkout
 from octavo.cli.measurement import commit, gpu_name, package_version
 from octavo.cli.model_shapes import ensure_shape_folder
 from octavo.cli.workloads import load_shapes
@@ -28,7 +27,6 @@ from octavo.hub import model_name_of
 from octavo.settings import SchedulerSettings, WorkerSettings, add_arguments, load
 
 _TABLE_WIDTH = 116
-_EXPERIMENT = "tests.bench.ablation.experiment"
 # No service is started: nothing listens, nothing is found.
 _UNUSED = (
     *("host", "port", "metrics_port", "redis_url", "fleet", "drain_grace_s", "workers", "model"),
@@ -56,7 +54,7 @@ ON_CARD = Defaults("llama8b", requests=256, dialogues=64, scale=1.0, memory=32, 
 def main(argv: list[str] | None = None) -> int:
     """Run all twins; the tables go to stderr, the JSON line to stdout."""
     arguments = _parse(argv)
-    experiment = _load_experiment()
+    experiment = load_from_checkout("ablation.experiment", "the twins lie")
     worker = load(WorkerSettings, _model_flags(arguments))
     size = experiment.Size(
         arguments.requests,
@@ -153,15 +151,3 @@ def _model_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 def _scheduler_settings(arguments: argparse.Namespace) -> SchedulerSettings:
     """All requests come at once: throughput counts, unless another preset is asked for."""
     return load(SchedulerSettings, {**vars(arguments), "preset": arguments.preset or "throughput"})
-
-
-def _load_experiment() -> Any:
-    """The module that knows the twins. Raises ConfigurationError outside a checkout."""
-    for root in (Path(octavo.__file__).parents[2], Path.cwd()):
-        if (root / "tests" / "bench" / "ablation").is_dir():
-            if str(root) not in sys.path:
-                sys.path.insert(0, str(root))
-            return importlib.import_module(_EXPERIMENT)
-    raise ConfigurationError(
-        "the twins lie in tests/bench of Octavo's source tree: run this in a checkout"
-    )

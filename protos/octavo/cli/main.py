@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": Command("octavo.cli.chat", "client", "talk to a model in the terminal"),
     "top": Command("octavo.cli.top", "client", "watch running cells in the terminal"),
     "bench": Command("octavo.cli.bench", "serve", "measure a worker, or a whole stack"),
+    "bench simulate": Command("octavo.cli.simulate", "serve", "how fleets route, in virtual time"),
     "bench ablation": Command("octavo.cli.ablation", "serve", "what each idea is worth"),
     "bench serve": Command("octavo.cli.bench_serve", "client", "measure and compare servers"),
     "health": Command("octavo.cli.health", "client", "ask a service whether it is ready"),

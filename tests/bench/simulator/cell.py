@@ -80,7 +80,7 @@ class SimCell:
         pool = old.state.pool
         blocks = [b for b in range(1, pool.num_blocks) if pool.hash_of(b) is not None]
         hashes = [h for b in blocks if (h := pool.hash_of(b)) is not None]
-        self.core.detach(old, Loss.RELEASED)
+        self.core.detach(old, Loss.TAKEN)
         self._attach(i)
         self.members[i].state.restore(blocks, hashes)
 

@@ -127,11 +127,11 @@ def steady(
     start_s: float = 0.0,
     seed: int = 0,
 ) -> list[SimRequest]:
-    """Cold prompts of one tenant at a Poisson rate; lengths vary by a half around the mean."""
+    """Cold prompts of one tenant, a Poisson process given its count; lengths vary by a half."""
     rng = Random(seed)
+    times_s = sorted(start_s + rng.uniform(0, duration_s) for _ in range(round(per_s * duration_s)))
     requests: list[SimRequest] = []
-    now = start_s
-    while (now := now + rng.expovariate(per_s)) < start_s + duration_s:
+    for now in times_s:
         num_prompt = rng.randint(num_prompt_tokens // 2, num_prompt_tokens * 3 // 2)
         num_output = rng.randint(num_output_tokens // 2, num_output_tokens * 3 // 2)
         hashes = tuple(

@@ -100,14 +100,14 @@ def test_a_wait_is_bounded_by_how_fast_the_queue_drains() -> None:
     for serial in range(100):
         queue.push(sequence(serial, length=100))
     queue.check_room(100, 2000.0)  # 10,000 tokens at 2,000 a second
-    with pytest.raises(OverloadedError, match="at 1000 tokens/s that takes 10") as caught:
+    with pytest.raises(OverloadedError, match="that takes 10") as caught:
         queue.check_room(100, 1000.0)
     assert caught.value.retry_after_ms == 5000
     # It is seen to drain at 500 a second: what others assume doesn't matter any more.
     for one in list(queue.candidates(60)):
         now += 0.2
         queue.serve(one, 100)
-    with pytest.raises(OverloadedError, match="tokens/s that takes 8"):
+    with pytest.raises(OverloadedError, match="that takes 8"):
         queue.check_room(100, 10**9)
 
 
@@ -188,10 +188,11 @@ def test_an_end_corrects_what_was_charged() -> None:
     queue = AdmissionQueue(QueueLimits(1000), shares)
     one = sequence(0, tenant="a")
     one.expected_output = 40
+    before = shares.time("a")
     queue.push(one)
     queue.serve(one, 10)
-    assert (shares.time("a"), one.charged_output) == (50.0, 40)
+    assert (shares.time("a") - before, one.charged_output) == (50.0, 40)
     # One that comes back was charged before.
     queue.push_front(one)
     queue.serve(one, 10)
-    assert shares.time("a") == 50.0
+    assert shares.time("a") - before == 50.0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigurationError
-from octavo_scheduler.fairness import Shares, parse_weights
+from octavo_scheduler.fairness import BURST_TOKENS, Shares, parse_weights
 
 
 def served(shares: Shares, backlogged: list[str], num_rounds: int, tokens: int) -> dict[str, int]:
@@ -24,11 +24,13 @@ def test_backlogged_tenants_are_served_by_weight() -> None:
     assert totals["gold"] == pytest.approx(3 * totals["plain"], rel=0.02)
 
 
-def test_who_was_away_starts_at_the_present() -> None:
-    shares = Shares()
-    served(shares, ["busy"], 100, 100)
-    totals = served(shares, ["busy", "late"], 100, 100)
-    assert abs(totals["busy"] - totals["late"]) <= 100
+def test_who_was_away_has_saved_a_burst_and_no_more() -> None:
+    shares = Shares({"late": 2.0})
+    served(shares, ["busy"], 10_000, 1000)
+    first = served(shares, ["busy", "late"], 2 * BURST_TOKENS // 1000, 1000)
+    assert first["late"] >= 2 * BURST_TOKENS - 2000
+    then = served(shares, ["busy", "late"], 300, 1000)
+    assert abs(2 * then["busy"] - then["late"]) <= 3000
 
 
 def test_corrections_count() -> None:
@@ -44,7 +46,7 @@ def test_corrections_count() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 1000)), max_size=300))
 def test_the_present_never_goes_back(steps: list[tuple[int, int]]) -> None:
     shares = Shares()
-    last = 0.0
+    last = shares.time("nobody")
     for tenant, tokens in steps:
         shares.serve(str(tenant), tokens)
         assert shares.time("nobody") >= last

@@ -1,0 +1,159 @@
+"""tests.bench.simulator: virtual fleets, what they show, and that they survive troubles."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from octavo.settings import SchedulerSettings
+from octavo_scheduler.sequence import FinishReason
+from tests.bench.simulator.device import Cost
+from tests.bench.simulator.experiment import (
+    COST,
+    SETTINGS,
+    Findings,
+    flood,
+    simulate,
+    workload_of,
+)
+from tests.bench.simulator.fleet import Fleet, Shape, Trouble
+from tests.bench.simulator.workload import Workload, recorded, steady, together
+
+ONE_CELL = Shape(num_routers=1, num_cells=1, workers_per_cell=8)
+FOUR_CELLS = Shape(num_routers=4, num_cells=4, workers_per_cell=2)
+# Loaded like the whole trace, and short.
+SHARE = 0.05
+
+
+def run(name: str, shape: Shape, share: float = 1.0) -> Findings:
+    workload, cost, ceiling = workload_of(name, share=share)
+    found = simulate(workload, shape, cost, ceiling)
+    print(found.summary())
+    assert all(outcome.reason is FinishReason.LENGTH for outcome in found.outcomes)
+    return found
+
+
+def test_the_ceiling_is_the_published_one() -> None:
+    for name, expected in (("conversation", 0.182), ("synthetic", 0.380)):
+        workload, _, ceiling = workload_of(name)
+        tokens = sum(request.num_prompt_tokens for request in workload.requests)
+        assert ceiling / tokens == pytest.approx(expected, abs=0.01)
+
+
+def test_one_cell_and_four_on_the_beginning_of_the_conversations() -> None:
+    one, four = run("conversation", ONE_CELL, SHARE), run("conversation", FOUR_CELLS, SHARE)
+    assert one.ceiling_share >= 0.97
+    assert four.ceiling_share >= 0.9
+    least = run("conversation", replace(FOUR_CELLS, policy="least requests", num_cells=8), 0.02)
+    ours = run("conversation", FOUR_CELLS, 0.02)
+    assert ours.hit_tokens > least.hit_tokens
+
+
+def test_short_chats_find_what_they_said_before() -> None:
+    assert run("chats", FOUR_CELLS, 0.25).ceiling_share >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_conversation_trace_keeps_its_bounds() -> None:
+    one = run("conversation", ONE_CELL)
+    assert one.ceiling_share >= 0.97
+    assert one.mean_ttft_s <= 0.85
+    assert one.ttft_s(99) <= 5.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_cells_lose_little_on_the_synthetic_trace() -> None:
+    four = run("synthetic", FOUR_CELLS)
+    assert four.ceiling_share >= 0.9
+    assert four.mean_ttft_s <= 1.1
+
+
+def test_a_flood_makes_its_own_tenant_wait() -> None:
+    """The other tenant hardly notices; the flood waits about as long as it may, or is refused."""
+    quiet, loud = flood(1.0), flood(3.0)
+    assert loud["calm"]["refused"] == 0
+    assert loud["calm"]["ttft_p99_s"] <= 1.2 * quiet["calm"]["ttft_p99_s"]
+    assert loud["loud"]["refused"] > loud["loud"]["answered"]
+    assert loud["loud"]["ttft_max_s"] <= 16.0
+
+
+def test_chunks_keep_the_inter_token_target() -> None:
+    """One lane for prefill and decode: long prompts between rows that decode."""
+    cost = Cost(num_blocks=4000, max_num_batched_tokens=8192, prompt_s=0, is_serial=True)
+    workload = together(
+        "target",
+        steady("a", per_s=4.0, duration_s=10.0, num_prompt_tokens=600, num_output_tokens=80),
+        steady("b", per_s=0.3, duration_s=10.0, num_prompt_tokens=40_000, num_output_tokens=10),
+    )
+
+    def p99_gap_s(settings: SchedulerSettings) -> float:
+        fleet = Fleet(workload, Shape(workers_per_cell=1), cost, settings, keeps_times=True)
+        gaps_s = [
+            later - earlier
+            for outcome in fleet.run()
+            for earlier, later in zip(outcome.times_s, outcome.times_s[1:], strict=False)
+        ]
+        return sorted(gaps_s)[round(0.99 * len(gaps_s))]
+
+    assert p99_gap_s(replace(SETTINGS, preset="latency")) <= 0.055
+    assert p99_gap_s(replace(SETTINGS, preset="throughput")) >= 0.2
+
+
+# ---- troubles
+
+
+def small() -> Workload:
+    return recorded("conversation", speed=2.5, share=0.02)
+
+
+def after(*what: tuple[float, Callable[[Fleet], None]]) -> list[Trouble]:
+    return [Trouble(at_s, act) for at_s, act in what]
+
+
+def cell_of(fleet: Fleet, i: int = 0):
+    return fleet.cells[f"cell-{i}"]
+
+
+def troubled(*what: tuple[float, Callable[[Fleet], None]]) -> Findings:
+    workload = small()
+    found = simulate(workload, FOUR_CELLS, COST, 1, troubles=after(*what))
+    # Nothing is lost, whatever happened: every request has its whole answer.
+    assert len(found.outcomes) == len(workload.requests)
+    assert all(outcome.reason is FinishReason.LENGTH for outcome in found.outcomes)
+    return found
+
+
+def test_a_paused_scheduler_goes_on_where_it_stood() -> None:
+    calm = troubled()
+    paused = troubled(
+        (5.0, lambda fleet: cell_of(fleet).pause()), (9.0, lambda fleet: cell_of(fleet).resume())
+    )
+    assert max(paused.ttfts_s) > max(calm.ttfts_s) or paused.mean_ttft_s > calm.mean_ttft_s
+
+
+def test_a_paused_worker_delays_only_what_it_holds() -> None:
+    def device(fleet: Fleet):
+        return cell_of(fleet).devices[0]
+
+    calm = troubled()
+    paused = troubled(
+        (5.0, lambda fleet: device(fleet).pause()), (8.0, lambda fleet: device(fleet).resume())
+    )
+    assert paused.mean_ttft_s <= calm.mean_ttft_s + 1.0
+
+
+def test_lost_writes_of_a_filter_cost_hits_and_nothing_else() -> None:
+    def lose(fleet: Fleet) -> None:
+        for cell in fleet.cells.values():
+            cell.num_lost_writes = 3
+
+    calm, lost = troubled(), troubled((4.0, lose))
+    assert lost.hit_tokens >= 0.8 * calm.hit_tokens
+
+
+def test_a_worker_attached_twice_keeps_its_blocks_and_its_requests() -> None:
+    calm = troubled()
+    twice = troubled((10.0, lambda fleet: cell_of(fleet, 1).attach_again(0)))
+    assert twice.hit_tokens >= 0.9 * calm.hit_tokens
