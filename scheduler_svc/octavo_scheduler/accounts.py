@@ -46,15 +46,16 @@ class Accounts:
                 metrics.prefix_misses.labels(reason).inc(num_tokens)
 
     def prefilled(self, sequence: Sequence) -> None:
-        """Its last known token was computed: the next one is drawn."""
-        if not sequence.first_token_at:
+        """Its last known token was computed: the next one is drawn, its first unless it came with
+        some from another scheduler."""
+        if not sequence.first_token_at and not sequence.num_generated:
             sequence.first_token_at = self._clock()
             prefill_s = sequence.first_token_at - sequence.started_at
             self._metrics.prefill_time.observe(prefill_s, sequence.request.exemplar)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         self._metrics.outcomes.labels(reason.value).inc()
-        if sequence.first_token_at:
+        if sequence.first_token_at and reason is not FinishReason.MOVED:
             decode_s = self._clock() - sequence.first_token_at
             self._metrics.decode_time.observe(decode_s, sequence.request.exemplar)
 

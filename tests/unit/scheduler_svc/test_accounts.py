@@ -11,6 +11,7 @@ from tests.fakes.fake_device import FakeSize, expected_tokens
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of
 
 BLOCK = 16
+TOKEN_TIMES = ("prefill_time", "decode_time")
 
 
 def settings(**changes: object) -> SchedulerSettings:
@@ -163,7 +164,19 @@ def test_a_resumed_request_looks_nothing_up() -> None:
     sim.run()
     assert queries(sim) == 0
     assert sim.counter("recomputed_tokens_total", reason="resume") == 49
-    assert sim.counter("queue_time_seconds_count") == 1
+    # It waited here, but its first token came from another scheduler.
+    counts = [sim.counter(f"{name}_seconds_count") for name in ("queue_time", *TOKEN_TIMES)]
+    assert counts == [1, 0, 0]
+
+
+def test_a_sequence_that_is_handed_over_has_no_end_here() -> None:
+    sim = SimulatedCell()
+    sim.submit(prompt_of(40), 30)
+    for _ in range(10):
+        sim.step()
+    sim.cell.let_go_all()
+    assert sim.counter("sequence_outcomes_total", outcome="moved") == 1
+    assert [sim.counter(f"{name}_seconds_count") for name in TOKEN_TIMES] == [1, 0]
 
 
 # ---- times and ends
