@@ -98,15 +98,13 @@ def _resource(service: str, instance_id: str, environ: Mapping[str, str]) -> Res
 
 
 def _ratio_sampler(environ: Mapping[str, str]) -> Sampler | None:
-    """OTEL_TRACES_SAMPLER_ARG alone is a ratio of new traces; else the SDK's own reading.
-
-    A parent's word is law in either case.
-    """
-    ratio = environ.get("OTEL_TRACES_SAMPLER_ARG", "")
-    if environ.get("OTEL_TRACES_SAMPLER") or not ratio:
+    """A named sampler is the SDK's to read (None); else a parent's word is law, and
+    OTEL_TRACES_SAMPLER_ARG is the share of new traces, 1 without it."""
+    if environ.get("OTEL_TRACES_SAMPLER"):
         return None
+    ratio = environ.get("OTEL_TRACES_SAMPLER_ARG") or "1"
     try:
         return ParentBasedTraceIdRatio(float(ratio))
     except ValueError:
         log.warning("OTEL_TRACES_SAMPLER_ARG=%r is no ratio from 0 to 1: all is sampled", ratio)
-        return None
+        return ParentBasedTraceIdRatio(1.0)

@@ -302,7 +302,8 @@ class Sessions:
                 continue
             self._metrics.moves.inc()
             if flight.order.trace is not None:
-                flight.order.trace.event("scheduler lost", cell=session.scheduler_id)
+                event = "scheduler lost" if moved_to is None else "handed over"
+                flight.order.trace.event(event, cell=session.scheduler_id)
             orphans.append(flight)
         session.flights.clear()
         if moved_to:

@@ -22,6 +22,7 @@ from octavo.metrics import RouterMetrics
 from octavo.registry import MemoryRegistry
 from octavo.serving import GrpcServer, open_channel
 from octavo.settings import RouterSettings
+from octavo.telemetry import Tracer
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from octavo_router.app import create_app
 from octavo_router.auth import KeyRing
@@ -108,6 +109,7 @@ async def running_router(
     *fakes: FakeScheduler,
     wait_ready: bool = True,
     registry: MemoryRegistry | None = None,
+    tracer: Tracer | None = None,
     **settings: Any,
 ) -> AsyncGenerator[RunningRouter]:
     """Start the given fake schedulers (those not yet started) and a router on them."""
@@ -119,14 +121,17 @@ async def running_router(
         config = RouterSettings(
             **{"port": 0, "schedulers": addresses, "drain_grace_s": 1.0} | settings
         )
-        router = await _start(config, registry or MemoryRegistry(), stack)
+        router = await _start(config, registry or MemoryRegistry(), stack, tracer)
         if wait_ready:
             await until(lambda: router.value("octavo_router_sessions") == len(fakes))
         yield router
 
 
 async def _start(
-    config: RouterSettings, registry: MemoryRegistry, stack: contextlib.AsyncExitStack
+    config: RouterSettings,
+    registry: MemoryRegistry,
+    stack: contextlib.AsyncExitStack,
+    tracer: Tracer | None,
 ) -> RunningRouter:
     collectors = CollectorRegistry()
     metrics = RouterMetrics(collectors)
@@ -160,6 +165,7 @@ async def _start(
         registry=collectors,
         feed=LiveFeed(sessions.connected),
         quotas=quotas,
+        tracer=tracer,
     )
     await sessions.start()
     stack.push_async_callback(sessions.close)

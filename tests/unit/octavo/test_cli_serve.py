@@ -157,6 +157,22 @@ def test_the_log_has_one_prefix_a_process(capsys: pytest.CaptureFixture[str]) ->
     assert [line.split()[3] for line in quiet] == ["WARNING", "ERROR"]
 
 
+def test_a_json_log_stays_json_and_so_does_what_isnt(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(is_json=True)
+    record = '{"time": "x", "level": "info", "message": "ready"}'
+    console.log("router", record)
+    console.log("worker-0", "Traceback (most recent call last):")
+    console.say("router ended", is_bad=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == record
+    others = [json.loads(line) for line in lines[1:]]
+    assert all(list(r) == ["time", "level", "service", "logger", "message"] for r in others)
+    assert [(r["level"], r["service"], r["message"]) for r in others] == [
+        ("info", "worker-0", "Traceback (most recent call last):"),
+        ("error", "octavo", "router ended"),
+    ]
+
+
 def test_children_get_their_secrets_by_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,32 +6,17 @@ import sys
 import time
 
 import pytest
-from opentelemetry.trace import SpanContext
 
 from octavo import telemetry
-from octavo.telemetry import Decision, FinishedSpan, Tracer
+from octavo.telemetry import FinishedSpan, Tracer
+from tests.fakes.span_memory import SpanMemory, memory_tracer
 
 _TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 _ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 
 
-class Memory:
-    """A pipeline that keeps what it is given, and samples when its parent is or there is none."""
-
-    def __init__(self) -> None:
-        self.spans: list[FinishedSpan] = []
-
-    def decide(
-        self,
-        parent: SpanContext | None,
-        trace_id: int,  # noqa: ARG002
-        name: str,  # noqa: ARG002
-    ) -> Decision:
-        is_sampled = parent is None or parent.trace_flags.sampled
-        return Decision(is_sampled)
-
-    def export(self, span: FinishedSpan) -> None:
-        self.spans.append(span)
+class Hanging(SpanMemory):
+    """A pipeline that can't send what it has."""
 
     def close(self) -> None:
         time.sleep(60)
@@ -88,8 +73,7 @@ def test_an_oversized_tracestate_is_left_behind() -> None:
 
 
 def test_only_sampled_spans_are_exported_and_only_their_traces_are_exemplars() -> None:
-    memory = Memory()
-    tracer = Tracer(memory)
+    tracer, memory = memory_tracer()
     sampled = tracer.start("a", None)
     unsampled = tracer.start("b", telemetry.parse_traceparent(_TRACEPARENT[:-1] + "0"))
     for context in (sampled, unsampled):
@@ -102,7 +86,7 @@ def test_only_sampled_spans_are_exported_and_only_their_traces_are_exemplars() -
 
 def test_a_flush_that_hangs_is_left_behind() -> None:
     started_at = time.monotonic()
-    Tracer(Memory()).close(timeout_s=0.05)
+    Tracer(Hanging()).close(timeout_s=0.05)
     assert time.monotonic() - started_at < 30
 
 
@@ -148,6 +132,7 @@ print(json.dumps(shares))
         ({"OTEL_TRACES_SAMPLER": "always_off"}, 0.0, 0.0, False),
         ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, 0.0, 0.0, True),
         ({"OTEL_TRACES_SAMPLER_ARG": "lots"}, 1.0, 1.0, True),
+        ({"OTEL_TRACES_SAMPLER": "", "OTEL_TRACES_SAMPLER_ARG": ""}, 1.0, 1.0, True),
     ],
 )
 def test_the_standard_variables_choose_the_sampler(
