@@ -17,12 +17,15 @@ from opentelemetry.trace import SpanContext
 from octavo import telemetry
 
 _CONTEXT = "octavo_trace_context"
+# How often the exporter may say that a collector is away: it would with every batch, as an error.
+_SELDOM_S = 60.0
 
 
 def setup_logging(service: str, level: str, form: str = "text") -> None:
     """Replace whatever handlers there are. `form`: text or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter(service))
+    handler.addFilter(Seldom("opentelemetry.", _SELDOM_S))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -36,6 +39,25 @@ def _trace_fields(record: logging.LogRecord) -> dict[str, str]:
     if context is None:
         return {}
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
+class Seldom(logging.Filter):
+    """Lets each logger whose name begins with `prefix` speak once in a while, as a warning."""
+
+    def __init__(self, prefix: str, every_s: float) -> None:
+        super().__init__()
+        self._prefix = prefix
+        self._every_s = every_s
+        self._spoke_at: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(self._prefix) or record.levelno < logging.WARNING:
+            return True
+        if record.created - self._spoke_at.get(record.name, 0.0) < self._every_s:
+            return False
+        self._spoke_at[record.name] = record.created
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
 
 
 class TextFormatter(logging.Formatter):

@@ -1,10 +1,13 @@
 """Log lines: one a record, as text or JSON with the same fields, under the trace in context."""
 
 import json
+import logging
 import subprocess
 import sys
 
 import pytest
+
+from octavo.logs import Seldom
 
 _GUARD_S = 30
 _TRACE, _SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -80,6 +83,23 @@ def test_json_has_the_same_fields_one_object_a_line() -> None:
     assert all(record["service"] == "router" for record in records)
     assert records[0]["time"].endswith("Z")
     assert "two\nlines" in records[4]["exception"]
+
+
+def test_a_library_that_repeats_itself_is_heard_seldom() -> None:
+    seldom = Seldom("opentelemetry.", 60.0)
+
+    def heard(name: str, level: int, at: float) -> tuple[bool, str]:
+        record = logging.LogRecord(name, level, "", 0, "away", None, None)
+        record.created = at
+        return seldom.filter(record), record.levelname
+
+    exporter = "opentelemetry.exporter"
+    assert heard(exporter, logging.ERROR, 1000.0) == (True, "WARNING")
+    assert heard(exporter, logging.WARNING, 1059.0)[0] is False
+    assert heard("opentelemetry.sdk", logging.WARNING, 1059.0)[0] is True
+    assert heard(exporter, logging.INFO, 1059.0) == (True, "INFO")
+    assert heard("octavo_router", logging.ERROR, 1059.0) == (True, "ERROR")
+    assert heard(exporter, logging.ERROR, 1061.0) == (True, "WARNING")
 
 
 @pytest.mark.parametrize("service", ["router", "scheduler", "worker"])
