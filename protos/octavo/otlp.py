@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio, Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
@@ -38,7 +38,14 @@ class OtlpPipeline:
     """A sampler, a queue and an exporter. Makes its threads and channel; nothing is dialled
     before the first batch."""
 
-    def __init__(self, service: str, instance_id: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        service: str,
+        instance_id: str,
+        environ: Mapping[str, str],
+        exporter: SpanExporter | None = None,
+    ) -> None:
+        """`exporter`: in the collector's place."""
         protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get(
             "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"
         )
@@ -51,7 +58,7 @@ class OtlpPipeline:
         )
         self._sampler = provider.sampler
         self._resource = provider.resource
-        self._processor = BatchSpanProcessor(OTLPSpanExporter())
+        self._processor = BatchSpanProcessor(exporter or OTLPSpanExporter())
 
     def decide(self, parent: SpanContext | None, trace_id: int, name: str) -> Decision:
         context = _EMPTY

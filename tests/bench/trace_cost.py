@@ -6,7 +6,8 @@ The three real services with a tiny model, requests of sixteen tokens, eight at 
 stacks, round by round one after the other, so that a busy machine is busy for all: tracing off;
 on with no request sampled (the clients' parents say so); on with every request sampled and
 exported to a real OTLP receiver in this process. CPU is each process's user + system time, its
-export thread's included, over the requests; the least of the rounds.
+export thread's included, over the requests; the least of the rounds. That is told to some 100 us;
+what tracing's own calls cost is measured by themselves (`trace_calls`) and printed beside it.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import httpx
 
 from octavo.cli.measurement import commit
 from tests.bench.scheduler_step import cpu_name, cpu_s
+from tests.bench.trace_calls import SAMPLED, UNSAMPLED, measure_calls
 from tests.e2e.stack import Stack
 from tests.fakes.otlp_receiver import OtlpReceiver
 from tests.tiny_models import save_tiny_model
@@ -34,8 +36,6 @@ SERVICES = ("router", "scheduler", "worker")
 _AT_ONCE = 8
 _BATCH_S = 5.5
 _MAX_TOKENS = 16
-_UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
-_SAMPLED = _UNSAMPLED[:-1] + "1"
 _BODY = {
     "messages": [{"role": "user", "content": "What does a trace cost?"}],
     "max_tokens": _MAX_TOKENS,
@@ -96,8 +96,8 @@ def run(num_requests: int, num_rounds: int) -> tuple[dict[str, dict[str, float]]
         off, on = start("off", {}), start("on", endpoint)
         ways = [
             Way("off", off, {}),
-            Way("on, not sampled", on, {"traceparent": _UNSAMPLED}),
-            Way("on, sampled", on, {"traceparent": _SAMPLED}),
+            Way("on, not sampled", on, {"traceparent": UNSAMPLED}),
+            Way("on, sampled", on, {"traceparent": SAMPLED}),
         ]
         for way in ways:
             asyncio.run(send(way, 50))
@@ -130,6 +130,12 @@ def print_table(costs: dict[str, dict[str, float]], num_requests: int) -> None:
             print(f"{'  added':18}" + "".join(f"{cell:+11.0f}" for cell in (*added, sum(added))))
 
 
+def print_calls(calls: dict[str, float]) -> None:
+    print("\nus a request of tracing's own calls, in one process:")
+    for name, cost in calls.items():
+        print(f"{name:18}{cost:11.1f}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=600, help="requests a round")
@@ -138,6 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     costs, num_spans = run(arguments.requests, arguments.rounds)
     print_table(costs, arguments.requests)
+    calls = measure_calls()
+    print_calls(calls)
     if arguments.record:
         record: dict[str, Any] = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -150,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
             "max_tokens": _MAX_TOKENS,
             "spans": num_spans,
             "us_per_request": costs,
+            "calls_us_per_request": calls,
         }
         with open(arguments.record, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
