@@ -287,6 +287,23 @@ def test_log_lines_of_a_request_carry_its_trace(stack: Stack, receiver: OtlpRece
     assert {line["service"] for line in mine} == {"router"}
 
 
+def test_latency_histograms_name_the_trace_that_made_them(
+    stack: Stack, receiver: OtlpReceiver
+) -> None:
+    trace_id, headers = new_trace()
+    post(stack, CHAT, CHAT_BODY, headers)
+    receiver.wait_trace(trace_id, *SPANS)
+    exemplar = f'# {{trace_id="{trace_id}"}}'
+    openmetrics = {"accept": "application/openmetrics-text; version=1.0.0"}
+    ports = stack.schedulers[0].ports["metrics_port"], stack.routers[0].ports["port"]
+    scheduler, router = (
+        httpx.get(f"http://127.0.0.1:{port}/metrics", headers=openmetrics).text for port in ports
+    )
+    for text, name in ((router, "time_to_first_token"), (scheduler, "prefill_time")):
+        lines = [line for line in text.splitlines() if line.startswith(f"octavo_{name}_seconds_b")]
+        assert any(exemplar in line for line in lines), name
+
+
 def test_a_request_that_moves_to_another_worker(stack: Stack, receiver: OtlpReceiver) -> None:
     trace_id, headers = new_trace()
     body = {**CHAT_BODY, "max_tokens": 900, "ignore_eos": True, "stream": True}
