@@ -13,7 +13,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from octavo import otlp
+from octavo import otlp, telemetry
 from octavo.telemetry import Tracer
 from octavo_router.cells import Cell, CellChoice
 from octavo_router.request_trace import PromptTimes, begin_trace
@@ -62,6 +62,7 @@ def measure_calls(num_requests: int = 150, num_rounds: int = 10) -> dict[str, fl
     steps = StepTrace(tracer, "a card")
     costs["worker"] = _timed(lambda: _worker(steps), num_requests, num_rounds)
     pipeline.close()
+    telemetry.set_current(None)
     # One request's spans, as often as a full batch of 512 has room for.
     batch = list(keep.spans.values()) * 73
     num_batches = max(1, num_requests // 30)

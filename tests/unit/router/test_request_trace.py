@@ -1,7 +1,7 @@
 """A request's own span: whose child it is, what it says of every kind of end, and why a cell."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from opentelemetry.trace import SpanKind
@@ -27,6 +27,13 @@ from tests.fakes.span_memory import TRACEPARENT, UNSAMPLED, SpanMemory, memory_t
 
 HASHES = [bytes([i]) * 16 for i in range(8)]
 SECRET = "zqxjkvprompt"
+
+
+@pytest.fixture(autouse=True)
+def no_current_span() -> Iterator[None]:
+    """A request's task ends with it; these tests' goes on."""
+    yield
+    telemetry.set_current(None)
 
 
 def begin(
