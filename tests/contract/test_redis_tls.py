@@ -89,7 +89,7 @@ def test_who_doesnt_fit_is_left_out_and_goes_on(
     async def run(url: str) -> None:
         async with Backend(url, "tls").running(1) as (teller,):
             teller.announce_worker(worker())
-            await always(teller.workers, (), during_s=0.3)
+            await always(teller.workers, (), during_s=0.15)
             assert teller.lag_s() > 0.1
 
     for url in urls:

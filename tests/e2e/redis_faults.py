@@ -79,9 +79,7 @@ FAULTS = {
     "emptied": Fault(_command("FLUSHALL"), _all(), is_felt=False, is_slow=False),
     "frozen": Fault(_freeze, _thaw, is_slow=False),
     "200 ms late": Fault(_set_network(delay_s=0.2), _set_network(), is_felt=False),
-    "full": Fault(
-        _all(_command("FLUSHALL"), _configure("maxmemory", _TIGHT)), _RESET_MEMORY, is_slow=False
-    ),
+    "full": Fault(_all(_command("FLUSHALL"), _configure("maxmemory", _TIGHT)), _RESET_MEMORY),
     "evicting": Fault(
         _all(_configure("maxmemory-policy", "allkeys-lru"), _configure("maxmemory", _TIGHT)),
         _RESET_MEMORY,

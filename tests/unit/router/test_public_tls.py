@@ -112,18 +112,15 @@ async def check_grpc(address: str, files: CertificateFiles) -> None:
             await client.models()
 
 
-@pytest.mark.parametrize("prefix", ["tls", "public_tls"])
-def test_a_wrong_certificate_ends_the_start_with_its_name(
-    model: Path, tmp_path: Path, prefix: str
-) -> None:
+def test_a_wrong_certificate_ends_the_start_with_its_name(model: Path, tmp_path: Path) -> None:
     files = AUTHORITY.issue(tmp_path / "tls")
     shutil.copy(AUTHORITY.issue(tmp_path / "other").key, files.key)
-    process = start(model, tmp_path, *files.flags(prefix))
+    process = start(model, tmp_path, *files.flags("public_tls"))
     try:
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 2
-    assert f"OCTAVO_{prefix.upper()}_KEY: {files.key} is no key of the certificate" in stderr
+    assert f"OCTAVO_PUBLIC_TLS_KEY: {files.key} is no key of the certificate" in stderr
     assert "Traceback" not in stderr
