@@ -14,7 +14,7 @@ _WORD = re.compile(r"`([a-z]+(?:_[a-z]+)+)`")
 _VARIABLE = re.compile(r"OCTAVO_[A-Z_]*[A-Z]")
 _SERIES = re.compile(r"octavo_[a-z_]+")
 _PAGE = re.compile(r"`([A-Za-z0-9_/.-]+\.(?:md|py|proto|yaml))`")
-# Of others: Prometheus' and gRPC's words, fields of requests.
+# Of others: Prometheus' and gRPC's words, fields of requests and of log lines.
 OTHER_WORDS = {
     "round_robin",
     "proxy_buffering",
@@ -22,6 +22,8 @@ OTHER_WORDS = {
     "ssl_keyfile",
     "internal_error",
     "rate_limit_exceeded",
+    "trace_id",
+    "span_id",
 }
 
 
