@@ -49,11 +49,13 @@ class StepCost:
     """Measured step times: a decode step's, and a prefill token's on top (0 = unknown).
 
     A prefill token's cost is the time of recent chunks over their tokens, so that large chunks
-    count for more: a short one costs a step's fixed time and says little about a token.
+    count for more: a short one costs a step's fixed time and says little about a token. What a
+    row adds to a decode step is the slope of a line through recent steps.
     """
 
     def __init__(self) -> None:
         self.decode_s = 0.0
+        self._line = _Line()
         self._chunks_s = 0.0
         self._chunk_tokens = 0.0
 
@@ -61,11 +63,18 @@ class StepCost:
     def prefill_token_s(self) -> float:
         return self._chunks_s / self._chunk_tokens if self._chunk_tokens else 0.0
 
-    def observe(self, step_s: float, num_prefill_tokens: int) -> None:
+    @property
+    def row_s(self) -> float:
+        """What each decoding row adds to a step's time; 0 = unknown, or nothing."""
+        return self._line.slope
+
+    def observe(self, step_s: float, num_prefill_tokens: int, num_rows: int) -> None:
+        """A step of `num_rows` drawn tokens was measured."""
         if step_s <= 0.0:
             return
         if num_prefill_tokens == 0:
             self.decode_s = _smooth(self.decode_s, step_s)
+            self._line.add(num_rows, step_s)
         else:
             extra = max(step_s - self.decode_s, 0.1 * step_s)
             self._chunks_s = (1 - _SMOOTHING) * self._chunks_s + extra
@@ -77,6 +86,35 @@ class StepCost:
 
     def step_s(self, num_prefill_tokens: int) -> float:
         return self.decode_s + num_prefill_tokens * self.prefill_token_s
+
+
+class _Line:
+    """A line fitted to the recent points, older ones counting ever less (least squares)."""
+
+    _KEPT = 0.99
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        kept = self._KEPT
+        self._weight = kept * self._weight + 1.0
+        self._x = kept * self._x + x
+        self._y = kept * self._y + y
+        self._xx = kept * self._xx + x * x
+        self._xy = kept * self._xy + x * y
+
+    @property
+    def slope(self) -> float:
+        """Never below 0; 0 while all x are about the same."""
+        if not self._weight:
+            return 0.0
+        mean = self._x / self._weight
+        variance = self._xx / self._weight - mean * mean
+        if variance < 0.25:
+            return 0.0
+        covariance = self._xy / self._weight - mean * self._y / self._weight
+        return max(0.0, covariance / variance)
 
 
 def _smooth(old: float, new: float) -> float:

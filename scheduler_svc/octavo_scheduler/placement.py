@@ -87,13 +87,23 @@ class Placement:
         """Whether the policy binds the sequence to this worker, which has room."""
         # A worker that was not measured yet is taken to be as fast as the fastest.
         rate = max(rival.cost.prefill_tokens_per_s for rival in rivals)
-        candidates = [_candidate(rival, sequence, rival is worker, rate) for rival in rivals]
-        choice = choose_worker(candidates, len(sequence.token_ids), self._affinity_budget_s)
+        row_s = max(rival.cost.row_s for rival in rivals)
+        candidates = [_candidate(rival, sequence, rival is worker, rate, row_s) for rival in rivals]
+        choice = choose_worker(
+            candidates,
+            len(sequence.token_ids),
+            self._affinity_budget_s,
+            worker.expected_output(sequence),
+        )
         return choice is not None and rivals[choice] is worker
 
 
 def _candidate(
-    state: WorkerState, sequence: Generation, has_room: bool, default_rate: float
+    state: WorkerState,
+    sequence: Generation,
+    has_room: bool,
+    default_rate: float,
+    default_row_s: float,
 ) -> Candidate:
     """A worker as the binding policy sees it; `has_room` False: find out."""
     hits = state.find_hits(sequence)
@@ -105,4 +115,5 @@ def _candidate(
         wait_s=0.0 if has_room else state.wait_for_row_s(),
         num_rows=state.rows.num_held,
         fits=state.fits(sequence),
+        row_s=state.cost.row_s or default_row_s,
     )

@@ -109,7 +109,7 @@ def read_outcome(worker: WorkerState, outcome: StepOutcome) -> Reading:
         reading.ended.append(Ended(sequence, _reason(int(outcome.events[entry]))))
     if outcome.repeat == 0:
         _resolve_leaving(worker, reading)
-    worker.cost.observe(outcome.step_us * 1e-6, reading.num_prefill_tokens)
+    worker.cost.observe(outcome.step_us * 1e-6, reading.num_prefill_tokens, rows.size)
     return reading
 
 

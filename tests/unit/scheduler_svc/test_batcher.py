@@ -70,8 +70,8 @@ def test_every_step_leaves_room_for_a_least_chunk(
 ) -> None:
     limits = BatchLimits.of(rows, batched, min_chunk, target_ms / 1000)
     cost = StepCost()
-    cost.observe(step_ms / 1000, 0)
-    cost.observe(step_ms / 1000 + token_us * 1e-6 * 100, 100)
+    cost.observe(step_ms / 1000, 0, 4)
+    cost.observe(step_ms / 1000 + token_us * 1e-6 * 100, 100, 4)
     for num_decoding in (0, 1, limits.max_num_seqs):
         budget = chunk_budget(limits, num_decoding, cost)
         assert limits.min_chunk_tokens <= budget <= batched - num_decoding
@@ -80,8 +80,8 @@ def test_every_step_leaves_room_for_a_least_chunk(
 def test_the_target_bounds_a_chunk_only_while_rows_decode() -> None:
     limits = BatchLimits.of(256, 8192, 64, itl_target_s=0.05)
     cost = StepCost()
-    cost.observe(0.010, 0)
-    cost.observe(0.030, 1000)  # 20 µs a token on top of a decode step
+    cost.observe(0.010, 0, 4)
+    cost.observe(0.030, 1000, 4)  # 20 µs a token on top of a decode step
     assert chunk_budget(limits, 0, cost) == 8192
     assert chunk_budget(limits, 8, cost) == 2000
     assert chunk_budget(BatchLimits.of(256, 8192, 64), 8, cost) == 8184
@@ -124,8 +124,26 @@ def test_leases_need_ample_room() -> None:
 
 def test_short_chunks_do_not_spoil_the_cost_of_a_token() -> None:
     cost = StepCost()
-    cost.observe(0.010, 0)
-    cost.observe(0.015, 5)  # a fixed 5 ms, whatever the chunk
+    cost.observe(0.010, 0, 4)
+    cost.observe(0.015, 5, 4)  # a fixed 5 ms, whatever the chunk
     for _ in range(3):
-        cost.observe(0.115, 1000)
+        cost.observe(0.115, 1000, 4)
     assert cost.prefill_token_s < 1.1e-4
+
+
+def test_what_a_row_costs_is_the_slope_of_recent_steps() -> None:
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(0.010, 0, 8)
+    assert cost.row_s == 0.0, "the same rows all the time tell nothing"
+    for rows in (1, 2, 4, 8, 16, 32):
+        cost.observe(0.005 + 0.001 * rows, 0, rows)
+        cost.observe(0.5, 1000, rows)  # chunks say nothing of rows
+    assert 0.0008 < cost.row_s < 0.0012
+    for rows in range(300):
+        cost.observe(0.005, 0, rows % 30)
+    assert cost.row_s < 0.0002, "what is long ago is forgotten"
+    falling = StepCost()
+    for rows in (1, 2, 3):
+        falling.observe(0.01 / rows, 0, rows)
+    assert falling.row_s == 0.0
