@@ -90,6 +90,11 @@ class RedisServer:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Frozen or not."""
+        return self._process is not None
+
     def start(self) -> Self:
         """Start empty and wait until it answers."""
         options = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self._folder)}

@@ -1,11 +1,11 @@
 """A whole fleet of real processes: Valkey, workers, schedulers, routers; every one may die.
 
     with Fleet(folder, model=tiny_folder, num_workers=3, num_schedulers=2, num_routers=2) as fleet:
-        report = fleet.traffic.run(calls, lambda: fleet.kill(fleet.schedulers[0]), after=60)
+        fleet.kill("scheduler-0")
         fleet.recover()
 
-All find one another through Valkey. Every process comes back on the port and under the name that
-it had. Entry points: `Fleet`, `check_answers`.
+All find one another through Valkey, and reach it and one another over a network that can fail.
+Every process comes back on the port and under the name that it had. Entry point: `Fleet`.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.chaos.traffic import Answer, Call, Report, Traffic
+from tests.chaos.network import Link, Network
+from tests.chaos.traffic import Traffic
+from tests.e2e.redis_faults import Patient, network_to
 from tests.e2e.stack import Service, Stack, free_port, scrape, total
-from tests.oracle import check_greedy
 from tests.redis_servers import RedisServer, valkey_binary
 
 SETTLE_S = 60.0
@@ -54,11 +55,17 @@ class Fleet:
         for kind, count in counts.items():
             for i in range(count):
                 self._commands[f"{kind}-{i}"] = (kind, *flags[kind])
+        self.network = Network(self._commands)
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self.redis.start()
-        self._stack.redis_url = self.redis.url
         try:
+            self._resources.callback(self.redis.remove)
+            self.redis.start()
+            way = self._resources.enter_context(network_to(self.redis.port))
+            self.patient = Patient(self.redis, way)
+            self._stack.redis_url = f"redis://127.0.0.1:{way.port}"
+            self._resources.enter_context(self.network)
             for name in self._commands:
                 self.start(name)
             for service in self.services.values():
@@ -84,7 +91,7 @@ class Fleet:
                 service.kill(signal.SIGCONT)
                 service.kill(signal.SIGTERM)
         self._stack.close()
-        self.redis.remove()
+        self._resources.close()
 
     def start(self, name: str) -> Service:
         """Start `worker-0`, `scheduler-1`, ... for the first time or again; not yet ready."""
@@ -96,7 +103,8 @@ class Fleet:
         for port_name, port in ports.items():
             if port_name != "pid":
                 flags += [f"--{port_name.replace('_', '-')}", str(port)]
-        service = self._stack.spawn(kind, *flags, f"--{kind}-id", name)
+        environ = self.network.environ_of(name)
+        service = self._stack.spawn(kind, *flags, f"--{kind}-id", name, environ=environ)
         service.ports = {k: v for k, v in ports.items() if k != "pid"}
         self.services[name] = service
         return service
@@ -124,6 +132,19 @@ class Fleet:
         self.services[name].kill(signal.SIGTERM)
         assert self.services[name].process.wait(60) == 0, self.services[name].log()
 
+    def busiest(self, kind: str) -> str:
+        """The worker or scheduler that has most to do now; of routers, the first."""
+        metrics = {"scheduler": "octavo_num_requests_running", "worker": "octavo_worker_rows"}
+        names = [name for name in self.services if name.startswith(kind)]
+        if kind not in metrics:
+            return names[0]
+        return max(names, key=lambda name: total(self.metrics(name), metrics[kind]))
+
+    def busiest_link(self, source_kind: str, target_kind: str) -> Link:
+        """The link between two kinds that carried most since the network was last whole."""
+        sources = [name for name in self.services if name.startswith(source_kind)]
+        return self.network.busiest(sources, [s.ports["port"] for s in self.of_kind(target_kind)])
+
     # ---- what it looks like
 
     def is_running(self, name: str) -> bool:
@@ -131,9 +152,8 @@ class Fleet:
 
     @property
     def traffic(self) -> Traffic:
-        """Clients over all routers that run."""
-        routers = [s for name, s in self.services.items() if name.startswith("router")]
-        routers = [s for s in routers if s.process.poll() is None]
+        """Clients over all routers."""
+        routers = self.of_kind("router")
         return Traffic(
             [f"http://{s.address}" for s in routers],
             [f"127.0.0.1:{s.ports['grpc_port']}" for s in routers],
@@ -157,38 +177,49 @@ class Fleet:
             if name.startswith("scheduler") and self.is_running(name)
         }
 
-    def recover(self) -> None:
-        """Thaw and start again whatever is stopped or gone; wait until all is as at the start."""
+    def heal(self) -> None:
+        """Whatever is frozen, gone, cut or full is so no more; what comes back isn't ready yet."""
+        if not self.redis.is_running:
+            self.redis.start()
+        self.redis.thaw()
+        self.redis.command("CONFIG", "SET", "maxmemory", 0)
+        self.patient.network.delay_s = 0.0
+        self.network.heal()
         for name in self.services:
             if self.is_running(name):
                 self.thaw(name)
             else:
                 self.start(name)
+
+    def wait_whole(self) -> None:
+        """Until all processes are there, and all workers are led."""
         for service in self.services.values():
             service.wait_ready()
+        self.until(self._is_whole, "whole")
+
+    def recover(self) -> None:
+        """Heal, and wait until all is as at the start."""
+        self.heal()
+        self.wait_whole()
         self.wait_settled()
 
     def wait_settled(self) -> None:
-        """Until all workers are led, shared alike, and every router knows every scheduler."""
-        num_workers = len(self.of_kind("worker"))
-        num_schedulers = len(self.of_kind("scheduler"))
-        share = -(-num_workers // num_schedulers)
+        """Until the fleet is whole, and its schedulers share the workers alike."""
+        share = -(-len(self.of_kind("worker")) // len(self.of_kind("scheduler")))
+        self.until(lambda: self._is_whole() and max(self.num_led().values()) <= share, "settled")
 
-        def is_settled() -> bool:
-            led = self.num_led()
-            sessions = [
-                total(self.metrics(name), "octavo_router_sessions")
-                for name in self.services
-                if name.startswith("router")
-            ]
-            return (
-                sum(led.values()) == num_workers
-                and max(led.values()) <= share
-                and sessions == [num_schedulers] * len(sessions)
-                and all(_is_ready(f"http://{s.address}") for s in self.of_kind("router"))
-            )
-
-        self.until(is_settled, "settled")
+    def _is_whole(self) -> bool:
+        """All workers are led, and every router knows every scheduler."""
+        sessions = {
+            total(self.metrics(name), "octavo_router_sessions")
+            for name in self.services
+            if name.startswith("router")
+        }
+        return (
+            sum(self.num_led().values()) == len(self.of_kind("worker"))
+            and sessions == {len(self.of_kind("scheduler"))}
+            and all(_is_ready(f"http://{s.address}") for s in self.of_kind("router"))
+        )
 
     def wait_idle(self) -> None:
         """Until nothing runs or waits anywhere and every block of every worker is free."""
@@ -220,34 +251,6 @@ class Fleet:
 
     def logs(self) -> str:
         return self._stack.logs()
-
-    def check_answers(self, calls: Sequence[Call], undisturbed: Report, disturbed: Report) -> None:
-        """Every stream ended once and well, with the ids of the undisturbed run.
-
-        Greedy text may differ where another batch shape's rounding flips a near-tie.
-        """
-        assert [answer.error for answer in disturbed.answers if answer.error] == [], self.logs()
-        for call, before, after in zip(calls, undisturbed.answers, disturbed.answers, strict=True):
-            _check_answer(self.model, call, before, after)
-
-
-def _check_answer(model: Path, call: Call, before: Answer, after: Answer) -> None:
-    max_tokens = call.fields["max_tokens"]
-    num_ids = sum(len(choice.token_ids) for choice in after.choices)
-    assert num_ids == after.completion_tokens, "an id is missing, or came twice"
-    for was, now in zip(before.choices, after.choices, strict=True):
-        assert now.finish in ("stop", "length")
-        if now.finish == "length":
-            assert len(now.token_ids) == max_tokens
-        if "logprobs" in call.fields:
-            assert now.num_logprobs == len(now.token_ids)
-        if now.token_ids == was.token_ids:
-            assert (now.text, now.finish) == (was.text, was.finish)
-            continue
-        assert call.is_greedy, "a seeded stream went on with other draws"
-        check = check_greedy(model, call.prompt_ids, now.token_ids)
-        assert check.is_right, f"{check.wrong} after a move"
-        assert check.num_near_ties
 
 
 def _is_ready(url: str) -> bool:

@@ -1,151 +1,88 @@
-"""One fault at a time, in a whole fleet under load: every client's stream goes on.
+"""A whole fleet under load, disturbed in every way: every stream goes on as if nothing was.
 
-3 workers, 2 schedulers, 2 routers and Valkey; 40 streams of a random 2-layer model over every
-door. After each fault: each stream ended once, with the ids of the undisturbed run (greedy ones up
-to near-ties), no block is held, and the fleet is whole again. How long streams paused is printed.
+3 workers, 2 schedulers, 2 routers and Valkey; 40 clients of a random 2-layer model over every
+door. See mix.py for what holds after each run. How long streams paused is printed. The slow forms
+disturb 200 streams of that model, and 12 of the demo model, in random mixes.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
+from tests.chaos.calls import NUM_SHARED, mixed_calls
+from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.fleet import Fleet
-from tests.chaos.traffic import Call, Door, Report
-from tests.e2e.prompts import prompt_ids
+from tests.chaos.mix import Mix, Outcome, mixed_rounds
 
-NUM_STREAMS = 40
-MAX_TOKENS = 120
-# Prompts of a family begin alike: they share a cell, and a cache that survives shows.
-NUM_FAMILIES, NUM_SHARED = 5, 64
-TOKENS = "octavo_generation_tokens_total"
-# Pieces that clients have when the fault comes: by then about a quarter is generated.
-AFTER_PIECES = 800
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.8, "seed": 7, "logprobs": 1},
-    {"temperature": 1.0, "seed": 11, "presence_penalty": 0.6, "frequency_penalty": 0.4},
-    {"temperature": 0.9, "seed": 3, "n": 2},
-    {"temperature": 1.0, "seed": 5, "stop": ["zq", "xj"]},
-    {"logprobs": 0},
-    {"temperature": 0.7, "seed": 19, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1},
-    {},
+NUM_STREAMS, MAX_TOKENS = 40, 60
+FLAGS = ("--check-integrity", "1")
+MOVES, RECOMPUTED = "octavo_router_moves_total", "octavo_recomputed_tokens_total"
+# What strikes together, in this order; most ways to fail are in one of them.
+TOGETHER = [
+    ("redis killed", "worker killed"),
+    ("worker frozen",),
+    ("redis 200 ms late", "worker told to go", "router told to go"),
+    ("redis full", "scheduler frozen"),
+    ("redis back empty", "router killed"),
+    ("router-scheduler link cut",),
+    ("scheduler-worker link silent",),
 ]
+REST = ("router-scheduler link silent", "scheduler-worker link cut")
 
 
 @pytest.fixture(scope="module")
-def fleet(
-    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Generator[Fleet, None, None]:
-    with Fleet(
-        tmp_path_factory.mktemp("fleet"),
-        model=tiny_folder,
-        scheduler_flags=("--check-integrity", "1"),
-    ) as running:
-        yield running
+def mix(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Mix, None, None]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with Fleet(folder, model=tiny_folder, scheduler_flags=FLAGS) as fleet:
+        yield Mix(fleet, mixed_calls(tiny_folder, NUM_STREAMS, MAX_TOKENS))
 
 
-@pytest.fixture(scope="module")
-def calls(tiny_folder: Path) -> list[Call]:
-    tokenizer = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    prompts = prompt_ids(
-        encode, [NUM_SHARED] * NUM_FAMILIES + [3 + 2 * i for i in range(NUM_STREAMS)]
-    )
-    families, own = prompts[:NUM_FAMILIES], prompts[NUM_FAMILIES:]
-    doors = (Door.GRPC, Door.SSE, Door.GRPC, Door.SSE, Door.WHOLE)
-    return [
-        Call(
-            [*families[i % NUM_FAMILIES], *ids],
-            {"max_tokens": MAX_TOKENS, "ignore_eos": True, **KINDS[i % len(KINDS)]},
-            doors[i % len(doors)],
-        )
-        for i, ids in enumerate(own)
-    ]
+def disturb(mix: Mix, rounds: Sequence[Sequence[Fault]]) -> Outcome:
+    outcome = mix.run(rounds)
+    print(f"\n{outcome}\n{outcome.pauses()}")
+    return outcome
 
 
-@pytest.fixture(scope="module")
-def undisturbed(fleet: Fleet, calls: list[Call]) -> Report:
-    report = fleet.traffic.run(calls)
-    assert not [answer.error for answer in report.answers if answer.error]
-    fleet.wait_idle()
-    print(f"\nundisturbed: pauses {report.pauses()}")
-    return report
+@pytest.mark.parametrize("names", TOGETHER, ids=" + ".join)
+def test_streams_survive(mix: Mix, names: Sequence[str]) -> None:
+    outcome = disturb(mix, [[FAULTS[name] for name in names]])
+    if "router killed" in names:
+        assert outcome.num_retries
 
 
-def busiest(fleet: Fleet, kind: str) -> str:
-    """The process of a kind that has most to do now."""
-    metric = {"scheduler": "octavo_num_requests_running", "worker": "octavo_worker_rows"}[kind]
-    names = [name for name in fleet.services if name.startswith(kind)]
-    return max(names, key=lambda name: fleet.sum_of(metric, name))
-
-
-@pytest.fixture(autouse=True)
-def whole_again(fleet: Fleet) -> Generator[None, None, None]:
-    """Every test finds a whole fleet, whose rows and blocks are all free, and leaves one."""
-    yield
-    fleet.recover()
-    fleet.wait_idle()
-
-
-def disturb(
-    fleet: Fleet, calls: list[Call], undisturbed: Report, fault: Callable[[], object]
-) -> None:
-    """Run all calls with a fault in the middle; every stream must be as if there was none."""
-    disturbed = fleet.traffic.run(calls, fault, after=AFTER_PIECES)
-    print(f"\npauses {disturbed.pauses()}")
-    fleet.check_answers(calls, undisturbed, disturbed)
-
-
-def check_taken_over(fleet: Fleet, heir: str) -> None:
-    """One scheduler leads all workers, and found in their caches what the lost one had there."""
-    assert fleet.num_led() == {heir: 3}
-    num_moved = fleet.sum_of("octavo_router_moves_total", "router")
-    num_again = fleet.sum_of("octavo_recomputed_tokens_total", heir)
-    assert num_moved
+@pytest.mark.parametrize(
+    "names", [("redis frozen", "scheduler killed"), ("scheduler told to go",)], ids=" + ".join
+)
+def test_streams_and_caches_survive(mix: Mix, names: Sequence[str]) -> None:
+    """The scheduler that takes over finds in the workers' caches what the lost one had there."""
+    fleet = mix.fleet
+    processes = [service.process for service in fleet.of_kind("scheduler")]
+    recomputed = {name: fleet.sum_of(RECOMPUTED, name) for name in fleet.num_led()}
+    num_moves = fleet.sum_of(MOVES, "router")
+    disturb(mix, [[FAULTS[name] for name in names]])
+    num_moves = fleet.sum_of(MOVES, "router") - num_moves
+    (heir,) = (name for name in recomputed if fleet.services[name].process in processes)
+    assert num_moves
     # A few blocks were not sealed yet. Without a cache it were all of prompt and answer.
-    assert num_again < NUM_SHARED * num_moved
+    assert fleet.sum_of(RECOMPUTED, heir) - recomputed[heir] < NUM_SHARED * num_moves
 
 
-def test_a_scheduler_is_killed(fleet: Fleet, calls: list[Call], undisturbed: Report) -> None:
-    disturb(fleet, calls, undisturbed, lambda: fleet.kill(busiest(fleet, "scheduler")))
-    (heir,) = fleet.num_led()
-    check_taken_over(fleet, heir)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
+def test_streams_survive_the_rest(mix: Mix, name: str) -> None:
+    disturb(mix, [[FAULTS[name]]])
 
 
-def test_a_scheduler_is_told_to_go(fleet: Fleet, calls: list[Call], undisturbed: Report) -> None:
-    disturb(fleet, calls, undisturbed, lambda: fleet.terminate(busiest(fleet, "scheduler")))
-    (heir,) = fleet.num_led()
-    check_taken_over(fleet, heir)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_200_streams_survive_a_mix(tiny_folder: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path, model=tiny_folder, scheduler_flags=FLAGS) as fleet:
+        disturb(Mix(fleet, mixed_calls(tiny_folder, 200, MAX_TOKENS)), mixed_rounds(1, 6))
 
 
-def test_a_scheduler_is_frozen_and_wakes(
-    fleet: Fleet, calls: list[Call], undisturbed: Report
-) -> None:
-    disturb(fleet, calls, undisturbed, lambda: fleet.freeze(busiest(fleet, "scheduler")))
-    num_tokens = fleet.sum_of(TOKENS, "router")
-    # What it still had is dropped: it gets no word in, and ends as a cell like any other.
-    fleet.recover()
-    fleet.wait_idle()
-    assert fleet.sum_of(TOKENS, "router") == num_tokens
-
-
-def test_a_worker_is_killed(fleet: Fleet, calls: list[Call], undisturbed: Report) -> None:
-    disturb(fleet, calls, undisturbed, lambda: fleet.kill(busiest(fleet, "worker")))
-
-
-def test_a_worker_is_told_to_go(fleet: Fleet, calls: list[Call], undisturbed: Report) -> None:
-    disturb(fleet, calls, undisturbed, lambda: fleet.terminate(busiest(fleet, "worker")))
-
-
-def test_a_worker_is_frozen_and_wakes(fleet: Fleet, calls: list[Call], undisturbed: Report) -> None:
-    disturb(fleet, calls, undisturbed, lambda: fleet.freeze(busiest(fleet, "worker")))
-
-
-def test_a_router_is_told_to_go(fleet: Fleet, calls: list[Call], undisturbed: Report) -> None:
-    disturb(fleet, calls, undisturbed, lambda: fleet.terminate("router-0"))
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_demo_model_survives_a_mix(demo_folder: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path, model=demo_folder, scheduler_flags=FLAGS) as fleet:
+        disturb(Mix(fleet, mixed_calls(demo_folder, 12, 40)), mixed_rounds(2, 4))

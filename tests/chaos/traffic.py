@@ -1,29 +1,31 @@
 """Clients of a fleet that is being disturbed: many streams at once, and what came of each.
 
-A `Call` is one request in the API's terms, through any door. `Traffic.run` starts all, calls
-`disturb` (in a thread) once enough pieces arrived, waits for every stream's end, and checks what
-holds for any stream: one finish for each choice, no id missing, no id twice.
+A `Call` is one request in the API's terms, through any door. `Traffic.run` starts a client for
+each. Without a script each makes its call once; with one, again and again until the script, which
+runs in a thread and disturbs the fleet, is over. A client whose router breaks its connection, or
+turns it away, asks the next router with the same Idempotency-Key, as clients do that want an
+answer; how often, its answer says. Entry points: `Call`, `Traffic`, `Progress`.
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import grpc.aio
 import httpx
 
 from octavo.serving import open_channel
-from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from tests.sse_parser import Stream, parse
+from octavo.v1 import inference_pb2_grpc
+from tests.chaos.attempts import Attempt, BrokenError, over_grpc, over_http
 
 TIMEOUT_S = 120.0
-_FINISHES = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-}
+# A gap between two pieces that is no more than this is none.
+GAP_S = 0.05
+_RETRY_S = 0.05
 
 
 class Door(Enum):
@@ -41,6 +43,7 @@ class Call:
     prompt_ids: Sequence[int]
     fields: dict[str, Any]
     door: Door = Door.GRPC
+    key: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -52,53 +55,67 @@ class Call:
 
 
 @dataclass
-class Choice:
-    """What one choice received."""
+class Client:
+    """One call's client: its answers, and when it had to wait for more of them.
 
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    num_logprobs: int = 0
-    finish: str = ""
+    `broken`: for each answer, the attempts whose connection broke before it.
+    """
 
-
-@dataclass
-class Answer:
-    """A call's end: its choices, or the error that a client saw."""
-
-    choices: list[Choice]
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    error: str = ""
-    # The longest time between two pieces of a stream.
-    pause_s: float | None = None
-
-
-@dataclass
-class Report:
-    """All answers of a run, in the order of its calls."""
-
-    answers: list[Answer]
-
-    def pauses(self) -> str:
-        """For people: the longest pause of each stream, p50 / p99 / max."""
-        pauses = sorted(a.pause_s for a in self.answers if a.pause_s is not None)
-        p99 = pauses[min(len(pauses) - 1, int(0.99 * len(pauses)))]
-        return f"p50 {pauses[len(pauses) // 2]:.2f} p99 {p99:.2f} max {pauses[-1]:.2f} s"
-
-
-class _Clock:
-    """Times the pieces of a stream, and counts those of all streams."""
-
-    def __init__(self, on_piece: Callable[[], None]) -> None:
-        self._on_piece = on_piece
-        self._last = time.monotonic()
-        self.pause_s = 0.0
+    call: Call
+    answers: list[Attempt] = field(default_factory=list)
+    broken: list[list[Attempt]] = field(default_factory=list)
+    # Start and end of each time without a piece.
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    last_piece_s: float = 0.0
+    num_pieces: int = 0
 
     def tick(self) -> None:
+        """A piece arrived."""
         now = time.monotonic()
-        self.pause_s = max(self.pause_s, now - self._last)
-        self._last = now
-        self._on_piece()
+        if self.num_pieces and now - self.last_piece_s > GAP_S:
+            self.gaps.append((self.last_piece_s, now))
+        self.last_piece_s = now
+        self.num_pieces += 1
+
+    def pause_s(self, start: float, end: float) -> float:
+        """The longest time without a piece that touches start .. end; 0.0 = none to speak of."""
+        return max((b - a for a, b in self.gaps if a < end and b > start), default=0.0)
+
+
+class Progress:
+    """What a script sees of the clients, from its thread."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = clients
+        self.is_broken = threading.Event()
+
+    def wait_begun(self, num_pieces: int = 5) -> None:
+        """Until each stream under way has so many pieces."""
+        counts = [client.num_pieces for client in self._clients]
+        self._wait(
+            lambda: all(
+                client.call.door is Door.WHOLE or client.num_pieces >= count + num_pieces
+                for client, count in zip(self._clients, counts, strict=True)
+            )
+        )
+
+    def wait_answered(self) -> None:
+        """Until each call that is under way now has its answer."""
+        counts = [len(client.answers) for client in self._clients]
+        self._wait(
+            lambda: all(
+                len(client.answers) > count
+                for client, count in zip(self._clients, counts, strict=True)
+            )
+        )
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            if self.is_broken.is_set():
+                raise AssertionError("a client failed")
+            assert time.monotonic() < deadline, "clients are stuck"
+            time.sleep(0.02)
 
 
 class Traffic:
@@ -109,123 +126,83 @@ class Traffic:
         self._grpc_addresses = grpc_addresses
 
     def run(
-        self,
-        calls: Sequence[Call],
-        disturb: Callable[[], None] | None = None,
-        *,
-        after: int = 0,
-    ) -> Report:
-        """All calls at once; `disturb` runs when `after` pieces arrived. Raises its error."""
-        return asyncio.run(asyncio.wait_for(self._run(calls, disturb, after), TIMEOUT_S))
+        self, calls: Sequence[Call], script: Callable[[Progress], None] | None = None
+    ) -> list[Client]:
+        """All calls at once, once or as long as `script` runs. Raises the script's error."""
+        return asyncio.run(self._run([Client(call) for call in calls], script))
 
     async def _run(
-        self, calls: Sequence[Call], disturb: Callable[[], None] | None, after: int
-    ) -> Report:
-        num_pieces = 0
-        is_due = asyncio.Event()
+        self, clients: list[Client], script: Callable[[Progress], None] | None
+    ) -> list[Client]:
+        progress = Progress(clients)
+        is_over = asyncio.Event()
 
-        def on_piece() -> None:
-            nonlocal num_pieces
-            num_pieces += 1
-            if num_pieces >= after:
-                is_due.set()
+        async def run_script() -> None:
+            try:
+                if script is not None:
+                    await asyncio.to_thread(script, progress)
+            finally:
+                is_over.set()
 
-        async def disturb_once() -> None:
-            if disturb is not None:
-                await is_due.wait()
-                await asyncio.to_thread(disturb)
+        async with self._doors() as attempt:
+            scripted = asyncio.create_task(run_script())
 
+            async def run_client(number: int, client: Client) -> None:
+                while True:
+                    await self._ask(attempt, number, client)
+                    if is_over.is_set() or script is None:
+                        return
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, client in enumerate(clients):
+                        group.create_task(run_client(number, client))
+            except BaseException:
+                progress.is_broken.set()
+                raise
+            finally:
+                await scripted
+        return clients
+
+    async def _ask(self, attempt: "_Ask", number: int, client: Client) -> None:
+        """One call to its answer, however many routers it takes."""
+        broken: list[Attempt] = []
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                answer = await attempt(client, number)
+            except BrokenError as error:
+                if time.monotonic() > deadline:
+                    raise
+                broken.append(error.attempt)
+                number += 1
+                await asyncio.sleep(_RETRY_S)
+            else:
+                client.answers.append(answer)
+                client.broken.append(broken)
+                return
+
+    @asynccontextmanager
+    async def _doors(self) -> AsyncGenerator["_Ask"]:
         channels = [open_channel(address) for address in self._grpc_addresses]
         stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, trust_env=False) as http:
-            disturbing = asyncio.create_task(disturb_once())
-            tasks: list[asyncio.Task[Answer]] = []
-            for i, call in enumerate(calls):
-                clock = _Clock(on_piece)
+
+            async def attempt(client: Client, number: int) -> Attempt:
+                call = client.call
                 if call.door is Door.GRPC:
-                    answer = _over_grpc(stubs[i % len(stubs)], call, clock)
-                else:
-                    answer = _over_http(http, self._urls[i % len(self._urls)], call, clock)
-                tasks.append(asyncio.create_task(answer))
+                    stub = stubs[number % len(stubs)]
+                    return await over_grpc(stub, call, client.tick)
+                url = self._urls[number % len(self._urls)]
+                is_streamed = call.door is Door.SSE
+                return await over_http(http, url, call, client.tick, is_streamed=is_streamed)
+
             try:
-                answers = list(await asyncio.gather(*tasks))
-                await disturbing
+                yield attempt
             finally:
-                disturbing.cancel()
                 for channel in channels:
                     await channel.close()
-        return Report(answers)
 
 
-async def _over_grpc(stub: inference_pb2_grpc.InferenceStub, call: Call, clock: _Clock) -> Answer:
-    token_ids = inference_pb2.TokenIds(token_ids=list(call.prompt_ids))
-    message = inference_pb2.InferenceGenerateRequest(
-        token_ids=token_ids, **{"temperature": 0.0, **call.fields}
-    )
-    answer = Answer([Choice() for _ in range(call.num_choices)])
-    try:
-        async for response in stub.Generate(message, timeout=TIMEOUT_S):
-            clock.tick()
-            if response.HasField("usage"):
-                answer.cached_tokens = response.usage.cached_tokens
-                answer.completion_tokens = response.usage.completion_tokens
-            choice = answer.choices[response.index]
-            assert not choice.finish or not (response.text or response.token_ids), "it went on"
-            choice.text += response.text
-            choice.token_ids += response.token_ids
-            choice.num_logprobs += len(response.logprobs)
-            if response.finish_reason:
-                assert not choice.finish, "a choice finished twice"
-                choice.finish = _FINISHES[response.finish_reason]
-    except grpc.aio.AioRpcError as error:
-        answer.error = f"{error.code().name}: {error.details()}"
-    answer.pause_s = clock.pause_s
-    return answer
-
-
-async def _over_http(http: httpx.AsyncClient, url: str, call: Call, clock: _Clock) -> Answer:
-    is_streamed = call.door is Door.SSE
-    body: dict[str, Any] = {
-        "prompt": list(call.prompt_ids),
-        "temperature": 0.0,
-        "return_token_ids": True,
-        **call.fields,
-        "stream": is_streamed,
-    }
-    if is_streamed:
-        body["stream_options"] = {"include_usage": True}
-    data = b""
-    async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
-        async for part in response.aiter_raw():
-            clock.tick()
-            data += part
-    if response.status_code != 200:
-        return Answer([], error=f"{response.status_code}: {data.decode()}", pause_s=clock.pause_s)
-    stream = parse(data, num_choices=None) if is_streamed else _whole(data)
-    if stream.error is not None:
-        return Answer([], error=str(stream.error), pause_s=clock.pause_s)
-    assert stream.usage is not None
-    return Answer(
-        [_choice_of(stream, i) for i in range(call.num_choices)],
-        cached_tokens=stream.usage["prompt_tokens_details"]["cached_tokens"],
-        completion_tokens=stream.usage["completion_tokens"],
-        pause_s=clock.pause_s if is_streamed else None,
-    )
-
-
-def _whole(data: bytes) -> Stream:
-    """A whole answer as a stream of one chunk."""
-    chunk = httpx.Response(200, content=data).json()
-    return Stream([chunk], usage=chunk["usage"])
-
-
-def _choice_of(stream: Stream, index: int) -> Choice:
-    parts = [choice for choice in stream.choices if choice["index"] == index]
-    logprobs = [part["logprobs"] for part in parts if part.get("logprobs")]
-    return Choice(
-        text="".join(part["text"] for part in parts),
-        token_ids=[i for part in parts for i in part.get("token_ids") or ()],
-        num_logprobs=sum(len(entry["tokens"]) for entry in logprobs),
-        finish=parts[-1]["finish_reason"] or "",
-    )
+_Ask = Callable[[Client, int], Coroutine[Any, Any, Attempt]]

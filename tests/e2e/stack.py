@@ -97,8 +97,8 @@ class Stack:
         self.schedulers: list[Service] = []
         self._services: list[Service] = []
 
-    def spawn(self, service: str, *flags: str) -> Service:
-        """Start one `octavo <service>` with the stack's environment; not yet ready."""
+    def spawn(self, service: str, *flags: str, environ: dict[str, str] | None = None) -> Service:
+        """Start one `octavo <service>`, not yet ready; `environ` is added to the stack's."""
         name = f"{service}-{len(self._services)}"
         ready = self.folder / f"{name}.ready"
         log = self.folder / f"{name}.log"
@@ -110,6 +110,7 @@ class Stack:
             "PYTHONUNBUFFERED": "1",
             **({"OCTAVO_REDIS_URL": self.redis_url} if self.redis_url else {}),
             **self.environ,
+            **(environ or {}),
         }
         command = [sys.executable, "-m", "octavo", service, "--port", "0", *flags]
         with log.open("wb") as output:
