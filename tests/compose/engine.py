@@ -27,6 +27,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BASE, REDIS, PROMETHEUS = "debian:bookworm-slim", "valkey/valkey:8.1", "prom/prometheus:v3.5.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _BUILD_TIMEOUT_S = 1800
+# The same each time if it is free: the address is a build argument, on which cached layers depend.
+_WHEELS_PORT = 18973
 # Official images keep no package archives, and trust what the host trusts.
 _BASE_EXTRAS = """
 set -e
@@ -165,7 +167,11 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def _served(folder: Path, host: str) -> Generator[int]:
-    server = ThreadingHTTPServer((host, 0), partial(_Quiet, directory=str(folder)))
+    handler = partial(_Quiet, directory=str(folder))
+    try:
+        server = ThreadingHTTPServer((host, _WHEELS_PORT), handler)
+    except OSError:
+        server = ThreadingHTTPServer((host, 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_port
