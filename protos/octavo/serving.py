@@ -147,6 +147,18 @@ def open_channel(address: str, security: Security = OPEN) -> grpc.aio.Channel:
     return security.sign(grpc.aio.secure_channel(address, credentials, options=options))
 
 
+async def is_serving(address: str, security: Security = OPEN, *, timeout_s: float = 1.0) -> bool:
+    """Whether the server at `address` says, within the time, that it is ready."""
+    request: Any = health_pb2.HealthCheckRequest()
+    async with open_channel(address, security) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OctavoError) -> NoReturn:
     """End the RPC with the error's code, message, and param / retry-after as trailers.
 

@@ -28,10 +28,12 @@ _LOOK_S = 0.005
 _EMPTY_S = 1.0
 
 MoveSessions = Callable[[str], Awaitable[None]]
+IsServing = Callable[[str], Awaitable[bool]]
 
 
 class HandOver:
-    """Of one scheduler. `move_sessions(address)` ends every session with MOVED."""
+    """Of one scheduler. `move_sessions(address)` ends every session with MOVED;
+    `is_serving(address)` asks another scheduler itself whether it takes work."""
 
     def __init__(
         self,
@@ -40,12 +42,14 @@ class HandOver:
         registry: Registry,
         scheduler_id: str,
         move_sessions: MoveSessions,
+        is_serving: IsServing,
     ) -> None:
         self._cell = cell
         self._links = links
         self._registry = registry
         self._scheduler_id = scheduler_id
         self._move_sessions = move_sessions
+        self._is_serving = is_serving
         self._empty_since: float | None = None
 
     def find_successor(self, *, with_workers: bool = False) -> SchedulerRecord | None:
@@ -56,6 +60,15 @@ class HandOver:
             if not record.draining and (record.num_workers or not with_workers)
         }
         return others.get(successor(others, self._scheduler_id) or "")
+
+    async def find_heir(self) -> SchedulerRecord | None:
+        """The successor, if it takes work this very moment. Take no requests any more before.
+
+        The registry may not know yet that it is leaving too: of two that leave at once, at least
+        one sees the other's closed door, and finishes its work itself.
+        """
+        heir = self.find_successor()
+        return heir if heir is not None and await self._is_serving(heir.address) else None
 
     async def run(self, heir: SchedulerRecord) -> None:
         """Hand everything over, workers and requests; the cell is empty afterwards."""

@@ -20,7 +20,13 @@ from octavo.metrics import SchedulerMetrics
 from octavo.metrics_http import serve_metrics
 from octavo.registry import Registry, open_registry
 from octavo.security import Security
-from octavo.serving import GrpcServer, announce_ready, reachable_host, wait_for_signal
+from octavo.serving import (
+    GrpcServer,
+    announce_ready,
+    is_serving,
+    reachable_host,
+    wait_for_signal,
+)
 from octavo.settings import SchedulerSettings
 from octavo.telemetry import open_tracer
 from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -86,10 +92,11 @@ class SchedulerProcess:
             self.registry,
             self.scheduler_id,
             self._service.move_sessions,
+            lambda address: is_serving(address, self._security),
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_pump_due = False
-        self._is_serving = False
+        self.is_serving = False
         self._deadline_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -109,13 +116,13 @@ class SchedulerProcess:
 
     async def leave(self, grace_s: float) -> None:
         """Hand everything over to another scheduler; without one, finish within the grace."""
-        heir = self._hand_over.find_successor()
-        if heir is None:
-            logger.info("draining for up to %g s", grace_s)
-            await self.drain(grace_s)
-            return
         await self._close_door()
-        await self._hand_over.run(heir)
+        heir = await self._hand_over.find_heir()
+        if heir is not None:
+            await self._hand_over.run(heir)
+            return
+        logger.info("draining for up to %g s", grace_s)
+        await self.drain(grace_s)
 
     async def start(self) -> None:
         """Listen, begin to lead workers; ready when the first one is attached."""
@@ -218,8 +225,8 @@ class SchedulerProcess:
     async def _tell_readiness(self) -> None:
         """Ready: it leads a worker, or others lead all that there are."""
         is_ready = bool(self.cell.members) or self.workers.is_spare
-        if self._ready.is_set() and is_ready != self._is_serving and not self.cell.is_draining:
-            self._is_serving = is_ready
+        if self._ready.is_set() and is_ready != self.is_serving and not self.cell.is_draining:
+            self.is_serving = is_ready
             await self._server.set_serving(is_ready)
 
     def _pump_soon(self) -> None:

@@ -114,6 +114,7 @@ def test_another_scheduler_goes_on_with_the_caches(how: str) -> None:
             for flight in flights:
                 await flight.until(lambda flight=flight: len(flight.tokens.get(0, [])) > 40)
             two = await fleet.start("two")
+            await until(lambda: two.is_serving)
             if how == "killed":
                 await kill(one)
             else:
@@ -158,6 +159,7 @@ def test_what_was_lost_waits_for_the_lost_workers(
             # Led by a scheduler that a router lost, and that lives.
             steps = await lost.lead()
             one = await fleet.start("one")
+            await until(lambda: fleet.workers[0].record() in one.registry.workers())
             await until(lambda: len(one.cell.members) == 1)
             router = await fleet.session(one)
             prompt = prompt_of(40)
@@ -209,6 +211,22 @@ def test_a_scheduler_alone_finishes_what_it_can() -> None:
             await flight.over()
             assert flight.tokens[0] == expected_tokens(prompt_of(40), 50)
             assert router.moved_to is None
+
+    run(test)
+
+
+def test_of_two_that_leave_at_once_none_leaves_its_work_to_the_other() -> None:
+    async def test() -> None:
+        async with cells(2, step_s=0.002) as fleet:
+            both = [await fleet.start("one"), await fleet.start("two")]
+            await until(lambda: all(p.is_serving and p.cell.members for p in both))
+            routers = [await fleet.session(process) for process in both]
+            flights = [await router.submit(prompt_of(40), 60) for router in routers]
+            for flight in flights:
+                await flight.until(lambda flight=flight: bool(flight.tokens))
+            await asyncio.gather(*(process.leave(20.0) for process in both))
+            await asyncio.gather(*(flight.over() for flight in flights))
+            assert all(f.tokens[0] == expected_tokens(prompt_of(40), 60) for f in flights)
 
     run(test)
 
