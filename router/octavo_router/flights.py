@@ -181,6 +181,7 @@ class Flight:
         "num_owed_logprobs",
         "num_suspicions",
         "num_unfinished",
+        "num_worker_suspicions",
         "order",
         "prompt_logprobs",
         "sequences",
@@ -219,6 +220,8 @@ class Flight:
         self.num_delivered_before = 0
         # Schedulers that broke while they had given nothing of it.
         self.num_suspicions = 0
+        # Workers that died as they began it, as its last scheduler told.
+        self.num_worker_suspicions = 0
         self.tried_cells: set[str] = set()
 
     @property

@@ -225,7 +225,13 @@ class Session:
                 self._on_refused(self, flight, to_error(rejected.error))
         if frame.HasField("load"):
             self.load = _to_load(frame.load)
-        return frame.moved.successor if frame.HasField("moved") else None
+        if not frame.HasField("moved"):
+            return None
+        for suspect in frame.moved.suspects:
+            flight = self.flights.get(suspect.handle)
+            if flight is not None:
+                flight.num_worker_suspicions = suspect.num_suspicions
+        return frame.moved.successor
 
     def _finish(self, finished: scheduler_pb2.Finished) -> None:
         handle = finished.handle

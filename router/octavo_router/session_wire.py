@@ -47,6 +47,7 @@ def to_submit(flight: Flight, model: ServedModel, now: float) -> scheduler_pb2.S
         tenant=order.tenant,
         priority=order.priority,
         lost_scheduler_id=flight.lost_cell,
+        num_suspicions=flight.num_worker_suspicions,
         resumes=[
             scheduler_pb2.ResumeSequence(
                 sequence_index=sequence.index,

@@ -227,6 +227,14 @@ class Cell:
         """End every request with an error; returns how many there were."""
         return self._end_all(FinishReason.ERROR, error)
 
+    def suspicions(self) -> dict[tuple[int, int], int]:
+        """Requests that workers died on, by (session id, handle): how many."""
+        counts = {
+            key: max(sequence.num_suspicions for sequence in request.sequences)
+            for key, request in self.requests.items()
+        }
+        return {key: count for key, count in counts.items() if count}
+
     def let_go_all(self) -> int:
         """Drop every request without a word: another scheduler goes on with them. How many."""
         return self._end_all(FinishReason.MOVED)

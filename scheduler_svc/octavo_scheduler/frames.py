@@ -89,6 +89,7 @@ def submission_from_proto(
         priority=max(-MAX_PRIORITY, min(message.priority, MAX_PRIORITY)),
         resumes=_resumes(message, model),
         lost_scheduler_id=message.lost_scheduler_id,
+        num_suspicions=message.num_suspicions,
         needs_history=needs_history(sampling),
         wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
         trace=follow(tracer, message.traceparent, message.tracestate),

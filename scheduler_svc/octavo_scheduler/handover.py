@@ -11,7 +11,7 @@ are made. Entry points: `HandOver.run`, `HandOver.move`, `HandOver.check_empty`.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from octavo.registry import Registry, SchedulerRecord
 from octavo.succession import successor
@@ -27,12 +27,12 @@ _LOOK_S = 0.005
 # A link that broke for a moment is back by then.
 _EMPTY_S = 1.0
 
-MoveSessions = Callable[[str], Awaitable[None]]
+MoveSessions = Callable[[str, Mapping[tuple[int, int], int]], Awaitable[None]]
 IsServing = Callable[[str], Awaitable[bool]]
 
 
 class HandOver:
-    """Of one scheduler. `move_sessions(address)` ends every session with MOVED;
+    """Of one scheduler. `move_sessions(address, suspicions)` ends every session with MOVED;
     `is_serving(address)` asks another scheduler itself whether it takes work."""
 
     def __init__(
@@ -80,19 +80,21 @@ class HandOver:
             any(m.state.owes_steps for m in cell.members) and cell.clock() < until
         ):
             await asyncio.sleep(_LOOK_S)
+        suspicions = cell.suspicions()
         num_requests = cell.let_go_all()
         cell.is_paused = False
         cell.pump()  # the last plans: rows that go, and blocks that are sealed
         await self._links.release(_RELEASE_S)
-        await self._move_sessions(heir.address)
+        await self._move_sessions(heir.address, suspicions)
         logger.info("handed over %d requests", num_requests)
 
     async def move(self, heir_id: str, why: str) -> None:
         """The cell has no worker: its requests go to `heir_id`."""
         addresses = {r.scheduler_id: r.address for r in self._registry.schedulers()}
+        suspicions = self._cell.suspicions()
         num_requests = self._cell.let_go_all()
         logger.warning("%s: %d requests go to %s", why, num_requests, heir_id)
-        await self._move_sessions(addresses.get(heir_id, ""))
+        await self._move_sessions(addresses.get(heir_id, ""), suspicions)
 
     async def check_empty(self) -> None:
         """Call now and then: requests don't wait for a worker here while others have some."""

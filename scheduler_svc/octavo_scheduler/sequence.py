@@ -80,6 +80,8 @@ class Submission:
     resumes: tuple[Resume, ...] = ()
     # Who had it before; "" = nobody.
     lost_scheduler_id: str = ""
+    # Workers that died there as they began it.
+    num_suspicions: int = 0
     # Rows must be told all known tokens (penalties, bad words); the prompt is to be reported.
     needs_history: bool = False
     wants_prompt_logprobs: bool = False
@@ -195,6 +197,8 @@ def make_sequences(request: Request, block_size: int) -> list[Sequence]:
         tokens = len(token_ids) if is_first else min(len(token_ids), block_size)
         hashes = list(submission.block_hashes)
         sequence = Sequence(request, index, token_ids, hashes, queue_tokens=tokens)
+        sequence.num_suspicions = submission.num_suspicions
+        sequence.is_suspect = submission.num_suspicions > 0
         # The prompt is reported once a request, before the first sequence's first token: one
         # that delivered a token has done it.
         is_reporter = submission.wants_prompt_logprobs and index == 0

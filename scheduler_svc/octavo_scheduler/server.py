@@ -5,7 +5,7 @@ Must not know: how anything is decided. Entry point: `SchedulerService`.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from octavo import WIRE_VERSION
 from octavo.errors import InvalidRequestError, OctavoError, UnavailableError
@@ -64,10 +64,15 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             prompt_backlog_tokens=cell.prompt_backlog_tokens(),
         )
 
-    async def move_sessions(self, successor: str) -> None:
-        """End every session with MOVED; returns when they ended, or soon."""
+    async def move_sessions(
+        self, successor: str, suspicions: Mapping[tuple[int, int], int]
+    ) -> None:
+        """End every session with MOVED; returns when they ended, or soon.
+
+        `suspicions`: as `Cell.suspicions`.
+        """
         for session in self._sessions:
-            session.move(successor)
+            session.move(successor, suspicions)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MOVE_S):
                 while self._sessions:  # noqa: ASYNC110 - rare, and short

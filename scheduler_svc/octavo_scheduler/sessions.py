@@ -11,7 +11,7 @@ Must not know: workers, blocks. Entry points: `Session.serve`, `Session.move`.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc.aio
@@ -59,12 +59,15 @@ class Session:
         self._id = next(_session_ids)
         self._dirty = asyncio.Event()
         self._outbox = Outbox(self._dirty.set)
-        # Address of the successor ("" = the router chooses) once the session is to end.
-        self._moved_to: str | None = None
+        # Set once the session is to end.
+        self._moved: scheduler_pb2.Moved | None = None
 
-    def move(self, successor: str) -> None:
-        """Send what is owed and MOVED, then end."""
-        self._moved_to = successor
+    def move(self, successor: str, suspicions: Mapping[tuple[int, int], int]) -> None:
+        """Send what is owed and MOVED, then end. `successor`: an address; "" = choose."""
+        self._moved = scheduler_pb2.Moved(successor=successor)
+        for (session_id, handle), count in suspicions.items():
+            if session_id == self._id:
+                self._moved.suspects.add(handle=handle, num_suspicions=count)
         self._dirty.set()
 
     async def serve(self) -> None:
@@ -132,9 +135,8 @@ class Session:
                 await asyncio.sleep(delay_s)
             self._dirty.clear()
             frame = frames.frame_to_proto(self._outbox.take(), self._load())
-            if self._moved_to is not None:
-                frame.moved.successor = self._moved_to
-                frame.moved.SetInParent()
+            if self._moved is not None:
+                frame.moved.CopyFrom(self._moved)
                 await self._context.write(frame)
                 return
             await self._context.write(frame)

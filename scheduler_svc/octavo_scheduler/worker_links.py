@@ -21,6 +21,9 @@ from octavo_scheduler.worker_link import WorkerLink
 logger = logging.getLogger(__name__)
 
 _CLAIM_S = 0.5
+# So long a surplus is seen before anything is given away: a registry that was just emptied shows
+# only a part.
+_SURPLUS_S = 2.0
 # Time for a worker that was given away to find its new leader, before we claim it again.
 _GIVEN_S = 5.0
 # What is told lives on for a lease: so long a lost scheduler is known to be lost.
@@ -57,6 +60,7 @@ class WorkerLinks:
         self._free_since: dict[str, float] = {}
         self._given_at: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
+        self._even_at = cell.clock()
         self._is_closed = False
         # Others lead all workers that there are: there is nothing to wait for.
         self.is_spare = False
@@ -150,7 +154,10 @@ class WorkerLinks:
 
     async def _claim_forever(self) -> None:
         while not self._is_closed:
-            self._claim(self.fleet())
+            try:
+                self._claim(self.fleet())
+            except Exception:
+                logger.exception("claiming workers")  # the next round may go better
             await asyncio.sleep(_CLAIM_S)
 
     def _claim(self, fleet: Fleet) -> None:
@@ -166,7 +173,10 @@ class WorkerLinks:
                 self.lead(record.address)
         self._forget(keep={record.address for record in (*own, *free)})
         is_told = sum(record.address in self._given_at for record in own)
-        self._give(fleet.num_to_give(self._scheduler_id) - is_told)
+        surplus = fleet.num_to_give(self._scheduler_id) - is_told
+        if surplus <= 0:
+            self._even_at = now
+        self._give(surplus if now - self._even_at >= _SURPLUS_S else 0)
         self.is_spare = bool(fleet.workers) and not free and not own
 
     def _forget(self, keep: Iterable[str]) -> None:
@@ -174,7 +184,9 @@ class WorkerLinks:
         for address in self.by_address.keys() - set(keep):
             # A live stream outranks the registry.
             if not self.leads(address):
-                self._tasks[self.by_address.pop(address)].cancel()
+                task = self._tasks.get(self.by_address.pop(address))
+                if task is not None:
+                    task.cancel()
 
     def _give(self, num: int) -> None:
         """Let `num` workers run dry, and go: the emptiest, and always the same ones."""

@@ -111,6 +111,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.num_pings = 0
         self.num_sessions = 0
         self.is_paused = False
+        # Told of every request that moves.
+        self.num_suspicions = 0
         # No sequence goes beyond so many ids.
         self.hold_at: int | None = None
         # As a stopped process: the connection lives, nothing is said.
@@ -172,8 +174,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def move_sessions(self, successor: str = "") -> None:
         """Tell every router to go elsewhere."""
         for session in self._sessions:
+            handles = {handle for handle, _ in session.sequences}
             session.sequences.clear()
             moved = scheduler_pb2.Moved(successor=successor)
+            for handle in handles if self.num_suspicions else ():
+                moved.suspects.add(handle=handle, num_suspicions=self.num_suspicions)
             session.frames.put_nowait(Response(moved=moved))
             session.frames.put_nowait(None)
 

@@ -44,7 +44,7 @@ class SessionPing(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "prompt_token_ids", "root_hash", "block_hashes", "sampling", "num_sequences", "deadline_ms", "tenant", "priority", "traceparent", "resumes", "tracestate", "lost_scheduler_id")
+    __slots__ = ("handle", "request_id", "prompt_token_ids", "root_hash", "block_hashes", "sampling", "num_sequences", "deadline_ms", "tenant", "priority", "traceparent", "resumes", "tracestate", "lost_scheduler_id", "num_suspicions")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class Submit(_message.Message):
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     LOST_SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SUSPICIONS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     prompt_token_ids: bytes
@@ -73,7 +74,8 @@ class Submit(_message.Message):
     resumes: _containers.RepeatedCompositeFieldContainer[ResumeSequence]
     tracestate: str
     lost_scheduler_id: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., root_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_sequences: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., resumes: _Optional[_Iterable[_Union[ResumeSequence, _Mapping]]] = ..., tracestate: _Optional[str] = ..., lost_scheduler_id: _Optional[str] = ...) -> None: ...
+    num_suspicions: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., root_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_sequences: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., resumes: _Optional[_Iterable[_Union[ResumeSequence, _Mapping]]] = ..., tracestate: _Optional[str] = ..., lost_scheduler_id: _Optional[str] = ..., num_suspicions: _Optional[int] = ...) -> None: ...
 
 class ResumeSequence(_message.Message):
     __slots__ = ("sequence_index", "delivered_token_ids", "finished")
@@ -200,10 +202,20 @@ class Rejected(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Moved(_message.Message):
-    __slots__ = ("successor",)
+    __slots__ = ("successor", "suspects")
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTS_FIELD_NUMBER: _ClassVar[int]
     successor: str
-    def __init__(self, successor: _Optional[str] = ...) -> None: ...
+    suspects: _containers.RepeatedCompositeFieldContainer[MovedSuspect]
+    def __init__(self, successor: _Optional[str] = ..., suspects: _Optional[_Iterable[_Union[MovedSuspect, _Mapping]]] = ...) -> None: ...
+
+class MovedSuspect(_message.Message):
+    __slots__ = ("handle", "num_suspicions")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SUSPICIONS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    num_suspicions: int
+    def __init__(self, handle: _Optional[int] = ..., num_suspicions: _Optional[int] = ...) -> None: ...
 
 class SchedulerDescribeRequest(_message.Message):
     __slots__ = ()

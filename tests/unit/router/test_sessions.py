@@ -200,9 +200,11 @@ def test_moved(is_named: bool) -> None:
             await until(lambda: any(cell.submits for cell in cells))
             used, other = cells if cells[0].submits else reversed(cells)
             await num_sent(used, 10)
+            used.num_suspicions = 2
             used.move_sessions(other.address if is_named else "")
             check_same(await task, texts)
-            assert len(other.submits) == 1
+            (submit,) = other.submits
+            assert (submit.lost_scheduler_id, submit.num_suspicions) == (used.scheduler_id, 2)
 
     asyncio.run(main())
 

@@ -189,12 +189,16 @@ def test_requests_leave_a_cell_whose_last_worker_died() -> None:
             await until(lambda: [len(p.cell.members) for p in (one, two)] == [1, 1])
             router = await fleet.session(one)
             flight = await router.submit(prompt_of(40), 2000)
-            await flight.until(lambda: bool(flight.tokens))
+            suspect = await router.submit(prompt_of(40), 2000, num_suspicions=1)
+            for one_of_them in (flight, suspect):
+                await one_of_them.until(lambda f=one_of_them: bool(f.tokens))
             victim = one.cell.members[0].state.worker_id
             await next(w for w in fleet.workers if w.worker_id == victim).stop()
             await until(lambda: router.moved_to is not None)
             assert router.moved_to == f"127.0.0.1:{two.port}"
             assert not flight.finished
+            # Workers may die of a request in one cell after the other: it keeps its record.
+            assert router.suspects == {2: 1}
 
     run(test)
 

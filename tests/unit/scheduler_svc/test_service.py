@@ -72,6 +72,7 @@ class TestSession:
         self.num_frames = 0
         # What the last frame said; None = it ended without a word, or lives.
         self.moved_to: str | None = None
+        self.suspects: dict[int, int] = {}
         self.welcome = scheduler_pb2.SessionWelcome()
         self._handles = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
@@ -125,6 +126,7 @@ class TestSession:
             self.load = frame.load
             if frame.HasField("moved"):
                 self.moved_to = frame.moved.successor
+                self.suspects = {s.handle: s.num_suspicions for s in frame.moved.suspects}
             batch = frame.tokens
             num = len(batch.handles) // 8
             handles = struct.unpack(f"<{num}Q", batch.handles)
