@@ -104,7 +104,7 @@ class HandOver:
             return
         now = cell.clock()
         self._empty_since = self._empty_since or now
-        if now - self._empty_since < _EMPTY_S:
+        if now - self._empty_since < _EMPTY_S and self._links.expects_any:
             return
         heir = self.find_successor(with_workers=True)
         if heir is not None:

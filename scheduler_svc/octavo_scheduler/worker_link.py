@@ -67,7 +67,7 @@ class WorkerLink:
         self._scheduler_id = scheduler_id
         self._on_attached = on_attached
         self._on_taken = on_taken
-        # The last attempt to reach it failed.
+        # The last attempt to reach it failed, or it hangs.
         self.is_away = False
         # Who leads it now, if the stream ended for that.
         self._taken_by = ""
@@ -85,6 +85,7 @@ class WorkerLink:
     def break_off(self, loss: Loss) -> None:
         """End the present stream; the worker may be led again later."""
         self._broken_as = loss
+        self.is_away = loss is Loss.HANG
         self._broken.set()
 
     def release(self) -> None:

@@ -146,6 +146,11 @@ class WorkerLinks:
                 self.lead(record.address)
         return [r.address for r in records if not (self.leads(r.address) or self._is_away(r))]
 
+    @property
+    def expects_any(self) -> bool:
+        """Whether a worker that isn't led may be in a moment."""
+        return any(link.member is None and not link.is_away for link in self.by_address.values())
+
     def _is_away(self, record: WorkerRecord) -> bool:
         link = self.by_address.get(record.address)
         return link is not None and link.is_away
