@@ -1,12 +1,13 @@
 """CPU of the scheduler for one decode step of 256 and 1,024 rows.
 
-    python -m tests.bench.scheduler_step [--steps N] [--record FILE]
+    python -m tests.bench.scheduler_step [--steps N] [--fleet 1,2,4] [--record FILE]
 
 `policy`: reading a result and planning the next step (with the frame for one session), in this
 process, the fake device's own time left out. `end_to_end`: the CPU time (user and system) of a
 scheduler process, a step, between a fake worker process and a session over real gRPC; with
 `plan every step` (no lease) and as served (leased). Prints a table; `--record` appends one JSON
-line. Budget: 1,000 µs for 256 rows, 4,000 µs for 1,024.
+line. Budget: 1,000 µs for 256 rows, 4,000 µs for 1,024. `--fleet` instead: the scheduler's CPU
+with so many workers of 256 rows at 20 steps/s, and how many would fill its core.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from tests.fakes.simulated_cell import SimulatedCell, prompt_of, sampling_of
 REPOSITORY = Path(__file__).parents[2]
 BUDGET_US = {256: 1000.0, 1024: 4000.0}
 _PROMPT_TOKENS = 48
+_LEASE_STEPS = 8
+_FLEET_STEPS_PER_S = 20
 
 
 def percentiles(times_s: list[float]) -> dict[str, float]:
@@ -109,7 +112,9 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_end_to_end(num_rows: int, num_steps: int, lease_steps: int) -> dict[str, float]:
+def measure_end_to_end(
+    num_rows: int, num_steps: int, lease_steps: int, *, num_workers: int = 1, step_ms: float = 5
+) -> dict[str, float]:
     """CPU of a scheduler process, a step, with all rows decoding."""
     size = size_of(num_rows, 6 * num_steps)
     worker_command = (
@@ -117,22 +122,31 @@ def measure_end_to_end(num_rows: int, num_steps: int, lease_steps: int) -> dict[
         *("--num-blocks", str(size.num_blocks)),
         *("--max-num-seqs", str(size.max_num_seqs)),
         *("--max-num-batched-tokens", str(size.max_num_batched_tokens)),
-        *("--step-ms", "5"),
+        *("--step-ms", str(step_ms)),
     )
-    with process("worker", *worker_command) as (_, worker):
-        command = ("octavo_scheduler", "--port", "0", "--workers", worker)
+    with ExitStack() as fleet:
+        workers = [
+            fleet.enter_context(process("worker", *worker_command))[1] for _ in range(num_workers)
+        ]
+        command = ("octavo_scheduler", "--port", "0", "--workers", ",".join(workers))
         lease = ("--lease-steps", str(lease_steps))
-        with process("scheduler", *command, *lease) as (child, address):
-            return asyncio.run(_drive(child.pid, address, num_rows, num_steps))
+        child, address = fleet.enter_context(process("scheduler", *command, *lease))
+        return asyncio.run(_drive(child.pid, address, num_rows, num_steps, num_workers))
 
 
-async def _drive(pid: int, address: str, num_rows: int, num_steps: int) -> dict[str, float]:
+async def _drive(
+    pid: int, address: str, num_rows: int, num_steps: int, num_workers: int
+) -> dict[str, float]:
+    """CPU of the process `pid` for `num_steps` steps of all workers together."""
     async with open_channel(address) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         call = stub.Session()
         hello = scheduler_pb2.SessionHello(wire_version=WIRE_VERSION, router_id="bench")
         await call.write(scheduler_pb2.SchedulerSessionRequest(hello=hello))
-        for i in range(num_rows):
+        described = scheduler_pb2.SchedulerDescribeRequest()
+        while len((await stub.Describe(described)).workers) < num_workers:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        for i in range(num_rows * num_workers):
             sampling = sampling_of(None)
             sampling.max_tokens = 5 * num_steps
             submit = scheduler_pb2.Submit(
@@ -146,18 +160,21 @@ async def _drive(pid: int, address: str, num_rows: int, num_steps: int) -> dict[
         num_frames = 0
         while True:
             frame = await call.read()
-            if frame.load.num_running == num_rows and not frame.load.num_waiting:
+            if frame.load.num_running == num_rows * num_workers and not frame.load.num_waiting:
                 break
-        described = scheduler_pb2.SchedulerDescribeRequest()
+
+        async def count_steps() -> int:
+            return sum(worker.step for worker in (await stub.Describe(described)).workers)
+
         for _ in range(20):
             await call.read()
-        first = (await stub.Describe(described)).workers[0].step
+        first = await count_steps()
         cpu, wall = cpu_s(pid), time.perf_counter()
-        while (await stub.Describe(described)).workers[0].step < first + num_steps:
+        while await count_steps() < first + num_steps:
             for _ in range(20):
                 await call.read()
                 num_frames += 1
-        last = (await stub.Describe(described)).workers[0].step
+        last = await count_steps()
         cpu, wall = cpu_s(pid) - cpu, time.perf_counter() - wall
         call.cancel()
     num = last - first
@@ -165,12 +182,24 @@ async def _drive(pid: int, address: str, num_rows: int, num_steps: int) -> dict[
         "cpu_us": round(1e6 * cpu / num, 1),
         "step_wall_us": round(1e6 * wall / num, 1),
         "frames_a_step": round(num_frames / num, 3),
+        "cores": round(cpu / wall, 4),
+        "steps_per_s": round(num / wall, 1),
     }
+
+
+def measure_fleet(num_workers: int, num_steps: int) -> dict[str, float]:
+    """So many workers of 256 rows at 20 steps/s each, and how many would fill a core."""
+    costs = measure_end_to_end(
+        256, num_steps, _LEASE_STEPS, num_workers=num_workers, step_ms=1000 / _FLEET_STEPS_PER_S
+    )
+    costs["workers_per_core"] = round(1e6 / (costs["cpu_us"] * _FLEET_STEPS_PER_S), 1)
+    return costs
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--fleet", default="", help="numbers of workers (comma list)")
     parser.add_argument("--record", type=Path, help="append one JSON line to this file")
     arguments = parser.parse_args(argv)
     record: dict[str, Any] = {
@@ -181,7 +210,14 @@ def main(argv: list[str] | None = None) -> int:
         "python": platform.python_version(),
         "steps": arguments.steps,
     }
-    for num_rows in BUDGET_US:
+    for num_workers in map(int, filter(None, arguments.fleet.split(","))):
+        costs = record[f"fleet{num_workers}"] = measure_fleet(num_workers, arguments.steps)
+        print(
+            f"{num_workers} workers x 256 rows: {costs['cpu_us']:.0f} µs CPU a step, "
+            f"{costs['steps_per_s']} steps/s, {costs['cores']:.3f} cores; at "
+            f"{_FLEET_STEPS_PER_S} steps/s {costs['workers_per_core']} workers fill one"
+        )
+    for num_rows in () if arguments.fleet else BUDGET_US:
         for name, lease_steps in (("plan every step", 0), ("leased", 8)):
             policy = measure_policy(num_rows, arguments.steps, lease_steps)
             end_to_end = measure_end_to_end(num_rows, arguments.steps, lease_steps)

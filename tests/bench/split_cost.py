@@ -57,8 +57,10 @@ class Cost:
 class PacedStack(Stack):
     """The real router and scheduler in front of a paced worker."""
 
-    def __init__(self, folder: Path, model: Path, size: FakeSize, step_ms: float) -> None:
-        super().__init__(folder, model=model)
+    def __init__(
+        self, folder: Path, model: Path, size: FakeSize, step_ms: float, **options: Any
+    ) -> None:
+        super().__init__(folder, model=model, **options)
         self._size = size
         self._step_ms = step_ms
 
