@@ -105,7 +105,7 @@ test-slow: install ## the long forms
 test-gpu: install ## what needs a CUDA card
 	$(PYTEST) tests -m gpu
 
-test-compose: install ## build the images and run compose.yaml; needs a Docker engine
+test-compose: install ## build the images, run compose.yaml and the manifests' pods; needs a Docker engine
 	$(PYTEST) tests/compose -m docker
 
 bench: install ## octavo bench; flags in ARGS, e.g. ARGS="--workload bs1 --path stack"
