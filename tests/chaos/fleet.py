@@ -47,7 +47,7 @@ class Fleet:
         self._commands: dict[str, tuple[str, ...]] = {}
         flags = {
             "worker": ("--model", str(model), *worker_flags),
-            "scheduler": scheduler_flags,
+            "scheduler": ("--max-queue-wait-s", "0", *scheduler_flags),
             "router": ("--model", str(model), *router_flags),
         }
         counts = {"worker": num_workers, "scheduler": num_schedulers, "router": num_routers}

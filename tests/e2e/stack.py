@@ -130,7 +130,9 @@ class Stack:
 
     def start_scheduler(self) -> Service:
         addresses = ",".join(worker.address for worker in self.workers)
-        flags = ("--workers", addresses, "--metrics-port", str(free_port()))
+        # Nothing is refused for being slow: a machine may be busy with other things.
+        flags = ("--workers", addresses, "--max-queue-wait-s", "0")
+        flags = (*flags, "--metrics-port", str(free_port()))
         scheduler = self.spawn("scheduler", *flags, *self._flags[1])
         self.schedulers.append(scheduler)
         return scheduler
