@@ -249,6 +249,10 @@ class Fleet:
                 )
             time.sleep(0.1)
 
+    def num_tracebacks(self) -> int:
+        """In all that all processes ever logged."""
+        return sum(service.log().count("Traceback") for service in self._stack.services)
+
     def logs(self) -> str:
         return self._stack.logs()
 

@@ -132,6 +132,7 @@ class Mix:
         assert outcome.num_commands <= most, "Redis is asked in steps"
         self.fleet.wait_settled()
         self.fleet.wait_idle()
+        assert not self.fleet.num_tracebacks(), self.fleet.logs()
 
     def _num_commands(self) -> int:
         return sum(self.fleet.redis.call_counts().values())

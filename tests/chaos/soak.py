@@ -93,7 +93,7 @@ def main() -> None:
         measured = {
             "minutes": arguments.minutes,
             "answers": num_answers,
-            "rss_mib": {g.name: [round(g.samples_mib[i], 1) for i in (0, -1)] for g in growths},
+            "rss_mib": {g.name: [round(mib, 1) for mib in g.samples_mib] for g in growths},
             "growth": {g.name: round(g.share, 4) for g in growths},
         }
         append(FILE_NAME, "soak", measured)

@@ -95,11 +95,11 @@ class Stack:
         self.workers: list[Service] = []
         self.routers: list[Service] = []
         self.schedulers: list[Service] = []
-        self._services: list[Service] = []
+        self.services: list[Service] = []
 
     def spawn(self, service: str, *flags: str, environ: dict[str, str] | None = None) -> Service:
         """Start one `octavo <service>`, not yet ready; `environ` is added to the stack's."""
-        name = f"{service}-{len(self._services)}"
+        name = f"{service}-{len(self.services)}"
         ready = self.folder / f"{name}.ready"
         log = self.folder / f"{name}.log"
         environ = {
@@ -118,7 +118,7 @@ class Stack:
                 command, stdout=output, stderr=subprocess.STDOUT, env=environ, cwd=REPO
             )
         started = Service(name, process, log, ready)
-        self._services.append(started)
+        self.services.append(started)
         return started
 
     def start_worker(self) -> Service:
@@ -184,7 +184,7 @@ class Stack:
 
     def close(self) -> None:
         """Stop everything, clients' side first."""
-        for service in reversed(self._services):
+        for service in reversed(self.services):
             with contextlib.suppress(ProcessLookupError):
                 service.stop()
 
@@ -197,7 +197,7 @@ class Stack:
         return f"127.0.0.1:{self.routers[0].ports['grpc_port']}"
 
     def logs(self) -> str:
-        return "\n".join(f"--- {s.name}\n{s.log()[-3000:]}" for s in self._services)
+        return "\n".join(f"--- {s.name}\n{s.log()[-3000:]}" for s in self.services)
 
     def scheduler_metrics(self) -> dict[str, float]:
         """The scheduler's Prometheus samples, `name{labels}` to value."""

@@ -32,4 +32,4 @@ def test_every_batch_is_measured_by_both_protocols(
     assert capfd.readouterr().out.count(" grpc ") == 2
     assert len(stacks) == 2
     for stack in stacks:
-        assert all(service.process.poll() is not None for service in stack._services)
+        assert all(service.process.poll() is not None for service in stack.services)
