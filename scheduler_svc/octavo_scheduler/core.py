@@ -13,7 +13,6 @@ Must not know: grpc, protos, Redis. Entry point: `Cell`.
 """
 
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
 from time import perf_counter
 
 from octavo.errors import OctavoError, UnavailableError
@@ -33,6 +32,7 @@ from octavo_scheduler.recovery import Loss
 from octavo_scheduler.request_book import RequestBook
 from octavo_scheduler.results import Reading
 from octavo_scheduler.sequence import (
+    CancelReason,
     FinishReason,
     Request,
     Sequence,
@@ -45,21 +45,6 @@ from octavo_scheduler.worker_state import WorkerState
 # How long requests wait for a worker when the cell has none left.
 _NO_WORKER_PATIENCE_S = 30.0
 _RETRY_MS = 1000
-
-
-class CancelReason(Enum):
-    """Why a router cancels."""
-
-    CLIENT = auto()
-    STOP = auto()
-    DEADLINE = auto()
-
-
-_CANCELLED_AS = {
-    CancelReason.CLIENT: FinishReason.CANCELLED,
-    CancelReason.STOP: FinishReason.STOP,
-    CancelReason.DEADLINE: FinishReason.DEADLINE,
-}
 
 
 class Cell:
@@ -197,7 +182,7 @@ class Cell:
             return
         for sequence in request.sequences:
             if sequence_index in (None, sequence.index):
-                self._stop(sequence, _CANCELLED_AS[reason])
+                self._stop(sequence, reason.finish)
         self.on_change()
 
     def next_deadline(self) -> float | None:

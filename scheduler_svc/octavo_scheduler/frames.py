@@ -12,11 +12,10 @@ from octavo.blocks import HASH_BYTES
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.telemetry import Tracer
 from octavo.v1 import common_pb2, scheduler_pb2
-from octavo_scheduler.core import CancelReason
 from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
 from octavo_scheduler.plan import ModelSpec
 from octavo_scheduler.sampling import check_sampling, count_ids, needs_history
-from octavo_scheduler.sequence import MAX_PRIORITY, FinishReason, Resume, Submission
+from octavo_scheduler.sequence import MAX_PRIORITY, CancelReason, FinishReason, Resume, Submission
 from octavo_scheduler.sequence_trace import follow
 
 _MAX_SEQUENCES = 128

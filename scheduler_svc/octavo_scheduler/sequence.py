@@ -51,6 +51,26 @@ class FinishReason(Enum):
     MOVED = "moved"
 
 
+class CancelReason(Enum):
+    """Why a router cancels."""
+
+    CLIENT = auto()
+    STOP = auto()
+    DEADLINE = auto()
+
+    @property
+    def finish(self) -> FinishReason:
+        """What a sequence that is cancelled so ends as."""
+        return _CANCELLED_AS[self]
+
+
+_CANCELLED_AS = {
+    CancelReason.CLIENT: FinishReason.CANCELLED,
+    CancelReason.STOP: FinishReason.STOP,
+    CancelReason.DEADLINE: FinishReason.DEADLINE,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Resume:
     """What a sequence already delivered before it was submitted here."""

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from octavo.settings import SchedulerSettings
-from octavo_scheduler.core import CancelReason
 from octavo_scheduler.outbox import FinishedNote
 from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
-from octavo_scheduler.sequence import Resume
+from octavo_scheduler.sequence import CancelReason, Resume
 from tests.fakes.fake_device import FakeDevice, FakeSize, expected_tokens, salt_of
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of, sampling_of
 
