@@ -219,12 +219,13 @@ class Session:
             deliver_tokens(frame.tokens, self.flights)
         for finished in frame.finished:
             self._finish(finished)
+        # Before refusals: why a cell refuses may stand in it.
+        if frame.HasField("load"):
+            self.load = _to_load(frame.load)
         for rejected in frame.rejected:
             flight = self._forget(rejected.handle)
             if flight is not None and not flight.is_over:
                 self._on_refused(self, flight, to_error(rejected.error))
-        if frame.HasField("load"):
-            self.load = _to_load(frame.load)
         if not frame.HasField("moved"):
             return None
         for suspect in frame.moved.suspects:

@@ -134,11 +134,33 @@ class Sessions:
         if session is None:
             session = self._best_for(flight, self._ready.values())
         if session is None:
+            leaving = [s.scheduler_id for s in self._ready.values() if s.load.is_draining]
+            if leaving and self._pass_to_heir(flight, leaving[0]):
+                return
             raise UnavailableError(
                 "no scheduler takes new requests; try again shortly",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         session.submit(flight)
+
+    def _pass_to_heir(self, flight: Flight, leaving_id: str) -> bool:
+        """A cell that hands over takes nothing new, and its heir may have no workers until then.
+
+        What is asked meanwhile is the heir's as if the leaving cell had had it. False: no heir.
+        """
+        takers = self._takers()
+        heir = takers.get(successor(takers, leaving_id) or "")
+        if heir is None:
+            return False
+        flight.lost_cell, flight.lost_at = leaving_id, asyncio.get_running_loop().time()
+        flight.tried_cells.clear()
+        _tell(flight, "handed over", heir.scheduler_id, "handed over to %s")
+        heir.submit(flight)
+        return True
+
+    def _takers(self) -> dict[str, Session]:
+        """By id; schedulers without workers too: a successor may be about to get them."""
+        return {s.scheduler_id: s for s in self._ready.values() if not s.load.is_draining}
 
     def _best_for(self, flight: Flight, sessions: Iterable[Session]) -> Session | None:
         hashes = flight.order.hashes
@@ -169,6 +191,13 @@ class Sessions:
         is_first = len(flight.tried_cells) == 1
         may_move = may_try_elsewhere(error)
         other = self._best_for(flight, others) if is_first and may_move else None
+        if (
+            other is None
+            and not flight.lost_cell
+            and session.load.is_draining
+            and (self._pass_to_heir(flight, session.scheduler_id))
+        ):
+            return
         if other is None and flight.lost_cell and may_move:
             flight.tried_cells.clear()
             self._homeless.append(flight)
@@ -323,8 +352,7 @@ class Sessions:
     def _place(self, homeless: list[Flight], preferred: Session | None = None) -> None:
         """Give each flight a session; those for whom there is none wait on."""
         self._homeless = []
-        # Schedulers without workers too: the successor may be about to get them.
-        takers = {s.scheduler_id: s for s in self._ready.values() if not s.load.is_draining}
+        takers = self._takers()
         if preferred is not None and preferred.load.is_draining:
             preferred = None
         for flight in homeless:

@@ -259,7 +259,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         refusal = self.reject or next((p for p in plans if isinstance(p, common_pb2.Error)), None)
         if refusal is not None:
             rejected = scheduler_pb2.Rejected(handle=submit.handle, error=refusal)
-            session.frames.put_nowait(Response(rejected=[rejected]))
+            session.frames.put_nowait(Response(rejected=[rejected], load=self.load))
             return
         resumes = {resume.sequence_index: resume for resume in submit.resumes}
         for index, plan in enumerate(plans):

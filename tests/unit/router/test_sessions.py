@@ -296,6 +296,31 @@ def test_a_cell_without_workers_gets_what_was_lost_and_nothing_new() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_cell_that_hands_over_passes_new_requests_to_its_heir(is_known: bool) -> None:
+    """The heir has no workers yet; whether or not the router knew when the request came."""
+
+    async def main() -> None:
+        texts = await undisturbed()
+        leaving, heir = fake_cell("leaving"), fake_cell("heir")
+        heir.load.num_blocks = 0
+        async with running_router(leaving, heir) as router:
+            leaving.load.draining = True
+            leaving.reject = common_pb2.Error(code=14, message="the scheduler is draining")
+            if is_known:
+                await until(lambda: not router.service.is_ready)
+            check_same(await (await streaming(router)), texts)
+            assert len(leaving.submits) == (0 if is_known else 1)
+            assert [submit.lost_scheduler_id for submit in heir.submits] == ["leaving"]
+            # Without an heir the client is told at once.
+            await heir.stop()
+            await until(lambda: len(router.service.sessions.connected()) == 1)
+            answer = await router.http.post("/v1/completions", json={"prompt": "x" * 70})
+            assert answer.status_code == 503
+
+    asyncio.run(main())
+
+
 def test_a_busy_cell_passes_the_request_on_once() -> None:
     async def main() -> None:
         cells = [fake_cell(name) for name in ("one", "two", "three")]
