@@ -41,15 +41,9 @@ class KillAfter:
                 self._action()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    "after_messages",
-    [
-        # test_fleet.py kills one in the middle, too.
-        pytest.param(1, marks=pytest.mark.slow),
-        60,
-        pytest.param(400, marks=pytest.mark.slow),
-    ],
-)
+# test_fleet.py kills one in the middle of a whole fleet, in every test run.
+@pytest.mark.slow
+@pytest.mark.parametrize("after_messages", [1, 60, 400])
 def test_streams_survive(
     after_messages: int, tiny_folder: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
