@@ -3,7 +3,8 @@
 Must not know: HTTP, schedulers. Entry point: `InferenceServicer`.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
@@ -49,6 +50,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        # Generate calls that are being answered, or refused.
+        self.num_running = 0
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.InferenceGenerateRequest, context: _Context
@@ -57,7 +60,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async with answering(request, context):
             request_id = clean_request_id(request.request_id)
             trace = begin_trace(self._service.tracer, Endpoint.GRPC, _header_of(context))
-            with RequestRecord(self._service.metrics, Endpoint.GRPC, trace) as record:
+            record = RequestRecord(self._service.metrics, Endpoint.GRPC, trace)
+            with self._counted(), record:
                 tenant = self._authenticate(context)
                 self._service.check_open()
                 parsed = self._parse(request, request_id, tenant, context)
@@ -71,6 +75,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 finally:
                     reader.stop()
                     generation.close()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Generator[None]:
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
 
     def _parse(
         self,

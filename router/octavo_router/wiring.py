@@ -10,7 +10,7 @@ import logging
 import resource
 import secrets
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
@@ -128,9 +128,8 @@ async def serve_doors(service: Service) -> None:
     grpc_server = GrpcServer(
         [DecodeGuard()], max_receive_bytes=settings.max_body_bytes, security=security
     )
-    inference_pb2_grpc.add_InferenceServicer_to_server(
-        InferenceServicer(service), grpc_server.server
-    )
+    servicer = InferenceServicer(service)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, grpc_server.server)
     grpc_port = await grpc_server.start(settings.host, settings.grpc_port, inference_pb2.DESCRIPTOR)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(http.serve([http_socket]))
@@ -155,9 +154,24 @@ async def serve_doors(service: Service) -> None:
             follower.cancel()
         service.feed.close()
         await grpc_server.set_serving(False)
+        grace_s = settings.drain_grace_s
         await asyncio.gather(
-            http.finish(settings.drain_grace_s), grpc_server.stop(settings.drain_grace_s)
+            http.finish(grace_s), _finish_grpc(lambda: servicer.num_running, grpc_server, grace_s)
         )
+
+
+async def _finish_grpc(num_running: Callable[[], int], server: GrpcServer, grace_s: float) -> None:
+    """Go on accepting, to refuse in words, while answers run; then end.
+
+    A server that was told to stop may leave a call that comes in that very moment unanswered for
+    the whole grace that it was given.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + grace_s
+    await asyncio.sleep(min(_UNREADY_S, grace_s))
+    while num_running() and loop.time() < end:  # noqa: ASYNC110 - no event to keep
+        await asyncio.sleep(_FINISH_POLL_S)
+    await server.stop(min(_UNREADY_S, grace_s))
 
 
 async def _follow_readiness(service: Service, server: GrpcServer) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.client import AsyncClient
+from octavo.errors import OctavoError
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.router_process import until
 from tests.sse_parser import parse
@@ -112,6 +114,34 @@ def test_while_streams_finish_new_requests_are_refused_in_words(
                     assert answer.json()["error"]["code"] == "unavailable"
                     fake.hold_at = None
                     assert parse((await running).content).finish() == "length"
+                code, _ = await ended(process)
+                assert code == 0
+                assert len(fake.submits) == 1
+
+    asyncio.run(main())
+
+
+def test_while_grpc_streams_finish_new_calls_are_refused_in_words(
+    model: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        fake = FakeScheduler(interval_s=0.005, vocab_size=256, eos_token_ids=())
+        fake.hold_at = 50
+        async with fake:
+            with router(model, tmp_path, "--schedulers", fake.address) as process:
+                ports = await ports_of(tmp_path)
+                await until(lambda: fake.num_sessions == 1)
+                async with AsyncClient(f"127.0.0.1:{ports['grpc_port']}") as client:
+                    running = asyncio.create_task(client.generate("hi", max_tokens=100))
+                    await until(lambda: bool(fake.num_live))
+                    process.send_signal(signal.SIGTERM)
+                    # As long as the stream runs, however late they come.
+                    for pause_s in (0.1, 1.0):
+                        await asyncio.sleep(pause_s)
+                        with pytest.raises(OctavoError, match="the router is shutting down"):
+                            await client.generate("hi", max_tokens=100)
+                    fake.hold_at = None
+                    assert len((await running).choices[0].token_ids) == 100
                 code, _ = await ended(process)
                 assert code == 0
                 assert len(fake.submits) == 1
