@@ -4,7 +4,7 @@ Must not know: HTTP, schedulers. Entry point: `InferenceServicer`.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import grpc.aio
