@@ -105,7 +105,8 @@ def test_workers_are_shared_and_a_newcomer_gets_some() -> None:
 @pytest.mark.parametrize("how", ["killed", "told to go"])
 def test_another_scheduler_goes_on_with_the_caches(how: str) -> None:
     async def test() -> None:
-        async with cells(2, step_s=0.003) as fleet:
+        # So slow that nothing ends before the other scheduler is there, however busy the machine.
+        async with cells(2, step_s=0.04) as fleet:
             one = await fleet.start("one")
             await until(lambda: len(one.cell.members) == 2)
             prompts = [prompt_of(150 + 5 * i, seed=i) for i in range(6)]
@@ -125,6 +126,8 @@ def test_another_scheduler_goes_on_with_the_caches(how: str) -> None:
                 value = one.metrics.registry.get_sample_value
                 assert value("octavo_sequence_outcomes_total", {"outcome": "moved"}) == 6
             assert not any(flight.finished for flight in flights)
+            for worker in fleet.workers:
+                worker.step_s = 0.0
             # The successor may not know its first worker yet when routers come.
             await until(lambda: two.cell.model is not None)
             heir = await fleet.session(two)
