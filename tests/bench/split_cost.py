@@ -78,7 +78,7 @@ class PacedStack(Stack):
                 command, stdout=output, stderr=subprocess.STDOUT, env=environ, cwd=REPO
             )
         worker = Service("worker", process, log, ready)
-        self._services.append(worker)
+        self.services.append(worker)
         self.workers.append(worker)
         return worker
 
