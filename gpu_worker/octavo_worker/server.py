@@ -16,13 +16,14 @@ import grpc.aio
 from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError, UnavailableError
 from octavo.serving import abort
+from octavo.streams import END_OF_STREAM
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo.wire_version import check_wire_version
 from octavo_worker import wire
 from octavo_worker.engine import Engine
 from octavo_worker.leadership import Leadership, Seat
 from octavo_worker.spec import Capacity, Phase, Spec
-from octavo_worker.step_stream import END_OF_STREAM, StepStream
+from octavo_worker.step_stream import StepStream
 
 _logger = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0

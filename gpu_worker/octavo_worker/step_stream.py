@@ -7,13 +7,14 @@ or is superseded. Must not know: who may lead (`leadership`), tensors. Entry poi
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
 
 from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError
+from octavo.streams import END_OF_STREAM, first_of
 from octavo.v1 import worker_pb2
 from octavo_worker import wire
 from octavo_worker.engine import Engine
@@ -23,8 +24,6 @@ from octavo_worker.plan import StepOutcome
 from octavo_worker.progress import ProgressThread
 from octavo_worker.spec import Phase
 
-# grpc.aio's marker, which its type stubs leave out.
-END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 # For a superseded leader's last message to leave.
 _FAREWELL_S = 0.5
 
@@ -64,7 +63,7 @@ class StepStream:
         try:
             await self._context.write(worker_pb2.WorkerStepsResponse(welcome=welcome))
             with self._progress:
-                await _first_of(self._read(), self._write(), self._watch())
+                await first_of(self._read(), self._write(), self._watch())
             if self._superseded.is_set():
                 raise FailedPreconditionError(
                     f"epoch {self._epoch} is over: another scheduler attached"
@@ -120,16 +119,3 @@ class StepStream:
         )
         # The writer ends with it, unless the leader takes nothing any more.
         await asyncio.sleep(_FAREWELL_S)
-
-
-async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until one returns or raises; the others are cancelled, its error is raised."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

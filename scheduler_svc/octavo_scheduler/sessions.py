@@ -18,6 +18,7 @@ import grpc.aio
 
 from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError, UnavailableError
+from octavo.streams import END_OF_STREAM, first_of
 from octavo.telemetry import Tracer
 from octavo.v1 import scheduler_pb2
 from octavo.wire_version import check_wire_version
@@ -25,7 +26,6 @@ from octavo_scheduler import dispatch, frames
 from octavo_scheduler.core import Cell
 from octavo_scheduler.frames import LoadNumbers
 from octavo_scheduler.outbox import Outbox
-from octavo_scheduler.streams import END_OF_STREAM, first_of
 from octavo_scheduler.takeover import Intake
 
 logger = logging.getLogger(__name__)

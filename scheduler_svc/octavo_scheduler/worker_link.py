@@ -23,6 +23,7 @@ from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError
 from octavo.security import OPEN, Security
 from octavo.serving import error_from_rpc, open_channel
+from octavo.streams import END_OF_STREAM, first_of
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo.wire_version import check_wire_version
 from octavo_scheduler import dispatch
@@ -31,7 +32,6 @@ from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.results import WorkerProtocolError
-from octavo_scheduler.streams import END_OF_STREAM, first_of
 
 logger = logging.getLogger(__name__)
 

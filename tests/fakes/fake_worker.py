@@ -27,6 +27,7 @@ from octavo.errors import FailedPreconditionError, OctavoError
 from octavo.logs import setup_logging
 from octavo.registry import WorkerRecord
 from octavo.serving import GrpcServer, abort, announce_ready
+from octavo.streams import first_of
 from octavo.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.fakes.fake_device import FakeDevice, FakeSize
 
@@ -149,23 +150,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         try:
             welcome = worker_pb2.StepsWelcome(wire_version=self.wire_version)
             await context.write(worker_pb2.WorkerStepsResponse(welcome=welcome))
-            tasks = [
-                asyncio.create_task(coroutine)
-                for coroutine in (
-                    self._read(context),
-                    self._run(context),
-                    self._tell(context),
-                    self._wait_superseded(context),
-                )
-            ]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            for task in done:
-                task.result()
+            await first_of(
+                self._read(context),
+                self._run(context),
+                self._tell(context),
+                self._wait_superseded(context),
+            )
         finally:
             self._stream_epoch = 0
             self._plans.clear()

@@ -1,6 +1,6 @@
-"""What both of the scheduler's kinds of stream, up and down, have in common.
+"""What the services' long-lived gRPC streams have in common.
 
-Must not know: messages. Entry points: `END_OF_STREAM`, `first_of`.
+Must not know: messages, any service. Entry points: `END_OF_STREAM`, `first_of`.
 """
 
 import asyncio
