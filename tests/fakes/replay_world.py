@@ -417,9 +417,10 @@ class World:
         for zombie in self.zombies:
             self._retire(zombie)
         self.zombies.clear()
-        for number, worker in enumerate(self.workers):
-            self._lead_again(worker, self.schedulers[number % len(self.schedulers)])
         for _ in range(4000):
+            # A spoiled stream shows only when it is read: then it has to be led again, too.
+            for number, worker in enumerate(self.workers):
+                self._lead_again(worker, self.schedulers[number % len(self.schedulers)])
             for router in self.routers:
                 homeless, router.homeless = router.homeless, []
                 for number, flight in enumerate(f for f in homeless if not f.is_over):
