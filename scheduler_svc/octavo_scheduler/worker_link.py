@@ -23,7 +23,7 @@ from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError
 from octavo.security import OPEN, Security
 from octavo.serving import error_from_rpc, open_channel
-from octavo.streams import END_OF_STREAM, first_of
+from octavo.streams import END_OF_STREAM, ending, first_of
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo.wire_version import check_wire_version
 from octavo_scheduler import dispatch
@@ -190,11 +190,12 @@ class WorkerLink:
             request.required_model.CopyFrom(dispatch.spec_to_proto(model))
         attached: worker_pb2.WorkerAttached | None = None
         inventory: list[tuple[list[int], list[bytes]]] = []
-        async for response in stub.Attach(request, timeout=_ATTACH_TIMEOUT_S):
-            if response.WhichOneof("event") == "attached":
-                attached = response.attached
-            else:
-                inventory.append(dispatch.inventory_from_proto(response.inventory))
+        with ending(stub.Attach(request, timeout=_ATTACH_TIMEOUT_S)) as call:
+            async for response in call:
+                if response.WhichOneof("event") == "attached":
+                    attached = response.attached
+                else:
+                    inventory.append(dispatch.inventory_from_proto(response.inventory))
         if attached is None:
             raise FailedPreconditionError("the worker didn't say that it is attached")
         return attached, inventory

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import httpx
 
+from octavo.streams import ending
 from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.sse_parser import Stream, parse
 
@@ -75,19 +76,20 @@ async def over_grpc(
     )
     attempt = Attempt([Choice() for _ in range(call.num_choices)])
     try:
-        async for response in stub.Generate(message, timeout=TIMEOUT_S):
-            on_piece()
-            if response.HasField("usage"):
-                attempt.cached_tokens = response.usage.cached_tokens
-                attempt.completion_tokens = response.usage.completion_tokens
-            choice = attempt.choices[response.index]
-            assert not choice.finish or not (response.text or response.token_ids), "it went on"
-            choice.text += response.text
-            choice.token_ids += response.token_ids
-            choice.num_logprobs += len(response.logprobs)
-            if response.finish_reason:
-                assert not choice.finish, "a choice finished twice"
-                choice.finish = _FINISHES[response.finish_reason]
+        with ending(stub.Generate(message, timeout=TIMEOUT_S)) as stream:
+            async for response in stream:
+                on_piece()
+                if response.HasField("usage"):
+                    attempt.cached_tokens = response.usage.cached_tokens
+                    attempt.completion_tokens = response.usage.completion_tokens
+                choice = attempt.choices[response.index]
+                assert not choice.finish or not (response.text or response.token_ids), "it went on"
+                choice.text += response.text
+                choice.token_ids += response.token_ids
+                choice.num_logprobs += len(response.logprobs)
+                if response.finish_reason:
+                    assert not choice.finish, "a choice finished twice"
+                    choice.finish = _FINISHES[response.finish_reason]
     except grpc.aio.AioRpcError as error:
         reason = f"{error.code().name}: {error.details()}"
         is_begun = any(choice.token_ids for choice in attempt.choices)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.serving import open_channel
+from octavo.streams import ending
 from octavo.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 RPC_TIMEOUT_S = 240.0
@@ -53,21 +54,22 @@ async def generate(
 ) -> Answer:
     """Run one request to its end. `on_message(answer)` is called after each message."""
     answer = Answer({})
-    async for response in stub.Generate(message, timeout=RPC_TIMEOUT_S):
-        if response.HasField("usage"):
-            answer.prompt_tokens = response.usage.prompt_tokens
-            answer.completion_tokens = response.usage.completion_tokens
-            answer.cached_tokens = response.usage.cached_tokens
-        choice = answer.choices.setdefault(response.index, Choice())
-        choice.num_messages += 1
-        choice.text += response.text
-        choice.token_ids += response.token_ids
-        choice.logprobs += [entry.logprob for entry in response.logprobs]
-        if response.finish_reason:
-            assert not choice.finish_reason, "a choice finished twice"
-            choice.finish_reason = response.finish_reason
-        if on_message is not None:
-            on_message(answer)
+    with ending(stub.Generate(message, timeout=RPC_TIMEOUT_S)) as call:
+        async for response in call:
+            if response.HasField("usage"):
+                answer.prompt_tokens = response.usage.prompt_tokens
+                answer.completion_tokens = response.usage.completion_tokens
+                answer.cached_tokens = response.usage.cached_tokens
+            choice = answer.choices.setdefault(response.index, Choice())
+            choice.num_messages += 1
+            choice.text += response.text
+            choice.token_ids += response.token_ids
+            choice.logprobs += [entry.logprob for entry in response.logprobs]
+            if response.finish_reason:
+                assert not choice.finish_reason, "a choice finished twice"
+                choice.finish_reason = response.finish_reason
+            if on_message is not None:
+                on_message(answer)
     return answer
 
 
