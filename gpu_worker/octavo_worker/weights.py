@@ -20,17 +20,27 @@ from torch import Tensor
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.config import read_json
+from octavo_worker.slots import FLOATS, Slot
 
 _LOG = logging.getLogger(__name__)
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_FLOAT_DTYPES = {
+_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LFS_START = b"version https://git-lfs"
 # Computed from the configuration; old checkpoints of Llama hold them all the same.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -50,7 +60,7 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         size = torch.Size(self.shape).numel()
-        return size * (_FLOAT_DTYPES[self.dtype].itemsize if self.dtype in _FLOAT_DTYPES else 1)
+        return size * (_DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 1)
 
 
 class Checkpoint:
@@ -85,8 +95,8 @@ class Checkpoint:
 
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first floating tensor, for folders whose config.json has none."""
-        stored = (_FLOAT_DTYPES.get(tensor.dtype) for tensor in self.tensors.values())
-        return next((dtype for dtype in stored if dtype is not None), None)
+        stored = (_DTYPES.get(tensor.dtype) for tensor in self.tensors.values())
+        return next((dtype for dtype in stored if dtype in FLOATS), None)
 
     def _open(self) -> dict[str, StoredTensor]:
         single, index = self.folder / SINGLE_NAME, self.folder / INDEX_NAME
@@ -205,12 +215,12 @@ def choose_head(
 
 def load_weights(
     checkpoint: Checkpoint,
-    slots: Mapping[str, Tensor],
+    slots: Mapping[str, Slot],
     *,
     ignored: Collection[str] = (),
     progress: Progress | None = None,
 ) -> None:
-    """Fill every slot from the tensor of its name, exactly once; cast to the slot's dtype.
+    """Fill every slot from the tensor of its name, exactly once.
 
     `ignored` may be in the checkpoint without a slot. `progress` gets the loaded fraction.
     Raises ConfigurationError naming tensor and file before anything is loaded.
@@ -220,13 +230,13 @@ def load_weights(
     done = 0
     by_file = sorted(slots, key=lambda name: str(checkpoint.tensors[name].path))
     for name in by_file:
-        slots[name].copy_(checkpoint.read(name))
+        slots[name].load(checkpoint.read(name))
         done += checkpoint.tensors[name].num_bytes
         if progress is not None:
             progress(done / total)
 
 
-def _check(checkpoint: Checkpoint, slots: Mapping[str, Tensor], ignored: Collection[str]) -> None:
+def _check(checkpoint: Checkpoint, slots: Mapping[str, Slot], ignored: Collection[str]) -> None:
     tensors = checkpoint.tensors
     if missing := slots.keys() - tensors.keys():
         files = sorted({tensor.path.name for tensor in tensors.values()})
@@ -242,32 +252,31 @@ def _check(checkpoint: Checkpoint, slots: Mapping[str, Tensor], ignored: Collect
                 f"{tensor.path}: the model has no place for the tensor {name} "
                 f"{list(tensor.shape)}; is config.json of another model?"
             )
-        wanted = tuple(slots[name].shape)
-        if tensor.shape != wanted:
+        slot = slots[name]
+        if tensor.shape != slot.shape:
             raise ConfigurationError(
                 f"{tensor.path}: tensor {name} has the shape {list(tensor.shape)}, "
-                f"config.json asks for {list(wanted)}"
+                f"config.json asks for {list(slot.shape)}"
             )
-        if tensor.dtype not in _FLOAT_DTYPES:
-            allowed = ", ".join(_FLOAT_DTYPES)
+        if _DTYPES.get(tensor.dtype) not in slot.dtypes:
+            allowed = ", ".join(name for dtype, name in _NAMES.items() if dtype in slot.dtypes)
             raise ConfigurationError(
                 f"{tensor.path}: tensor {name} has the dtype {tensor.dtype}; one of {allowed} "
-                "is needed (quantized checkpoints aren't supported)"
+                "is needed; is it quantized, and config.json says nothing of it?"
             )
 
 
-def fill_random(slots: Mapping[str, Tensor], *, seed: int, std: float) -> None:
-    """Fill all slots on their device: norms with 1, all else normal with `std`.
+def fill_random(slots: Mapping[str, Slot], *, seed: int, std: float) -> None:
+    """Draw all slots' values on their device: norms 1, all else normal with `std`, or as the slot
+    says.
 
     The same seed gives the same values on the same kind of device.
     """
     generators: dict[torch.device, torch.Generator] = {}
-    for name, slot in slots.items():
-        if name.endswith("norm.weight"):
-            slot.fill_(1.0)
-            continue
-        generator = generators.get(slot.device)
+    for slot in slots.values():
+        device = slot.target.device
+        generator = generators.get(device)
         if generator is None:
-            generator = torch.Generator(device=slot.device).manual_seed(seed)
-            generators[slot.device] = generator
-        slot.normal_(0.0, std, generator=generator)
+            generator = torch.Generator(device=device).manual_seed(seed)
+            generators[device] = generator
+        slot.draw(generator, std)

@@ -41,6 +41,7 @@ def load_model(
         config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
         model = Model(config, device, tied=config.tie_word_embeddings)
         fill_random(model.slots(), seed=seed, std=config.initializer_range)
+        model.finish()
         if progress is not None:
             progress(1.0)
         return model
@@ -55,4 +56,5 @@ def load_model(
         slots[head.embed_name] = slots.pop(EMBED_NAME)
         ignored = (HEAD_NAME,) if head.tied else ()
         load_weights(checkpoint, slots, ignored=ignored, progress=progress)
+    model.finish()
     return model

@@ -1,7 +1,7 @@
 """The decoder of all Llama-shaped families: RMSNorm, attention with RoPE, gated SiLU.
 
 One class for Llama, Mistral, Qwen2, Qwen3 and SmolLM; what differs between them is in
-`ModelConfig`. Q, k and v are one matrix, gate and up another. Linear layers are torch's, all
+`ModelConfig`. Q, k and v are one matrix, gate and up another. Linear layers are a maker's, all
 else is the backend's, so that the same code serves every backend. A forward pass depends on
 shapes and on the integers of `StepInputs` alone: no host synchronisation, no branch on values;
 it can be captured in a CUDA graph. Must not know: files, rows, sampling, requests.
@@ -10,16 +10,17 @@ Shapes: T tokens of a step (prefill chunks first, then S decode rows), Hid hidde
 heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R rotated dims.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo_worker.models.config import ModelConfig
+from octavo_worker.models.linear import DenseMaker, Linear, LinearMaker, Split
 from octavo_worker.models.rope import cos_sin_table, identity_table
+from octavo_worker.slots import Slot, ones
 
 if TYPE_CHECKING:
     from octavo_worker.attention_inputs import StepInputs
@@ -29,71 +30,78 @@ EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
 
 
-@dataclass(slots=True)
-class Linear:
-    """y = x Wᵀ + b with weight [out, in] and bias [out] or None."""
+class Mlp(Protocol):
+    """What stands between a layer's second norm and the residual: [T, Hid] -> [T, Hid]."""
 
-    weight: Tensor
-    bias: Tensor | None
+    def __call__(self, hidden: Tensor, backend: "Backend") -> Tensor: ...
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def linears(self) -> Iterator[Linear]:
+        """Its linear layers."""
+        ...
 
 
-class _Allocator:
-    """Makes uninitialised parameters of one dtype on one device."""
+class GatedMlp:
+    """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._device = device
+    def __init__(self, config: ModelConfig, make: LinearMaker, prefix: str) -> None:
+        inner, hidden = config.intermediate_size, config.hidden_size
+        parts = {"gate_proj": inner, "up_proj": inner}
+        bias = config.mlp_bias
+        self.gate_up = make(f"{prefix}.mlp", parts, hidden, bias=bias, split=Split.COLUMNS)
+        parts = {"down_proj": hidden}
+        self.down = make(f"{prefix}.mlp", parts, inner, bias=bias, split=Split.ROWS)
 
-    def tensor(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def __call__(self, hidden: Tensor, backend: "Backend") -> Tensor:
+        return self.down(backend.silu_mul(self.gate_up(hidden)))
 
-    def linear(self, out_size: int, in_size: int, bias: bool) -> Linear:
-        return Linear(self.tensor(out_size, in_size), self.tensor(out_size) if bias else None)
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.gate_up, self.down)
 
 
 class Layer:
     """One transformer block. `cos_sin`: float32 [P, 2, R/2], shared between layers."""
 
-    def __init__(self, config: ModelConfig, make: _Allocator, cos_sin: Tensor) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.q_size, config.kv_size
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: LinearMaker,
+        make_norm: Callable[[int], Tensor],
+        cos_sin: Tensor,
+        prefix: str,
+    ) -> None:
+        hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
+        self.prefix = prefix
         self.cos_sin = cos_sin
-        self.input_norm = make.tensor(hidden)
-        self.qkv = make.linear(q_size + 2 * kv_size, hidden, config.qkv_bias)
-        self.q_norm = make.tensor(config.head_dim) if config.qk_norm else None
-        self.k_norm = make.tensor(config.head_dim) if config.qk_norm else None
-        self.o = make.linear(hidden, q_size, config.o_bias)
-        self.post_attention_norm = make.tensor(hidden)
-        self.gate_up = make.linear(2 * inner, hidden, config.mlp_bias)
-        self.down = make.linear(hidden, inner, config.mlp_bias)
+        attention = f"{prefix}.self_attn"
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.COLUMNS)
+        parts = {"o_proj": hidden}
+        self.o = make(attention, parts, q_size, bias=config.o_bias, split=Split.ROWS)
+        self.mlp: Mlp = GatedMlp(config, make, prefix)
+        self.input_norm = make_norm(hidden)
+        self.q_norm = make_norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = make_norm(config.head_dim) if config.qk_norm else None
+        self.post_attention_norm = make_norm(hidden)
 
-    def slots(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-        """(name in a checkpoint, without the layer's prefix; the place it's loaded to)."""
-        q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
-        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        yield "input_layernorm.weight", self.input_norm
-        yield from _parts("self_attn", self.qkv, qkv)
-        yield from _parts("self_attn", self.o, {"o_proj": config.hidden_size})
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.o)
+        yield from self.mlp.linears()
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """(name in a checkpoint; the place it's loaded to)."""
+        yield f"{self.prefix}.input_layernorm.weight", norm_slot(self.input_norm)
         if self.q_norm is not None and self.k_norm is not None:
-            yield "self_attn.q_norm.weight", self.q_norm
-            yield "self_attn.k_norm.weight", self.k_norm
-        yield "post_attention_layernorm.weight", self.post_attention_norm
-        yield from _parts("mlp", self.gate_up, {"gate_proj": inner, "up_proj": inner})
-        yield from _parts("mlp", self.down, {"down_proj": config.hidden_size})
+            yield f"{self.prefix}.self_attn.q_norm.weight", norm_slot(self.q_norm)
+            yield f"{self.prefix}.self_attn.k_norm.weight", norm_slot(self.k_norm)
+        name = f"{self.prefix}.post_attention_layernorm.weight"
+        yield name, norm_slot(self.post_attention_norm)
+        for linear in self.linears():
+            yield from linear.slots()
 
 
-def _parts(module: str, linear: Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The rows of a fused layer by the names of its parts, which lie in this order."""
-    start = 0
-    for name, size in sizes.items():
-        yield f"{module}.{name}.weight", linear.weight[start : start + size]
-        if linear.bias is not None:
-            yield f"{module}.{name}.bias", linear.bias[start : start + size]
-        start += size
-    assert start == linear.weight.shape[0]
+def norm_slot(weight: Tensor) -> Slot:
+    """The place of a norm's weight: random ones are 1."""
+    return Slot(weight, fill=ones)
 
 
 class Model:
@@ -102,33 +110,61 @@ class Model:
     `tied`: the head is the embedding matrix itself, held once.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, *, tied: bool) -> None:
-        make = _Allocator(config.dtype, device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        *,
+        tied: bool,
+        make: LinearMaker | None = None,
+    ) -> None:
+        """`make`: what linear layers are made of; None = plain matrices of the config's dtype."""
         self.config = config
         self.device = device
+        make = make or DenseMaker(config.dtype, device)
         tables = {True: cos_sin_table(config.rope, config.max_model_len).to(device)}
         if not all(config.rope_layers):
             tables[False] = identity_table(config.rope, config.max_model_len).to(device)
-        self.embed_tokens = make.tensor(config.vocab_size, config.hidden_size)
-        self.layers = [Layer(config, make, tables[has_rope]) for has_rope in config.rope_layers]
-        self.final_norm = make.tensor(config.hidden_size)
+        self.embed_tokens = self._empty(config.vocab_size, config.hidden_size)
+        self.layers = [
+            Layer(config, make, self._empty, tables[has_rope], f"model.layers.{index}")
+            for index, has_rope in enumerate(config.rope_layers)
+        ]
+        self.final_norm = self._empty(config.hidden_size)
         self.lm_head = (
-            self.embed_tokens if tied else make.tensor(config.vocab_size, config.hidden_size)
+            self.embed_tokens if tied else self._empty(config.vocab_size, config.hidden_size)
         )
 
-    def slots(self) -> dict[str, Tensor]:
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.config.dtype, device=self.device)
+
+    def slots(self) -> dict[str, Slot]:
         """Checkpoint name -> the place its values belong; together every parameter, once."""
-        slots = {EMBED_NAME: self.embed_tokens}
-        for index, layer in enumerate(self.layers):
-            slots |= {f"model.layers.{index}.{k}": v for k, v in layer.slots(self.config)}
-        slots["model.norm.weight"] = self.final_norm
+        slots = {EMBED_NAME: Slot(self.embed_tokens)}
+        for layer in self.layers:
+            slots |= dict(layer.slots())
+        slots["model.norm.weight"] = norm_slot(self.final_norm)
         if self.lm_head is not self.embed_tokens:
-            slots[HEAD_NAME] = self.lm_head
+            slots[HEAD_NAME] = Slot(self.lm_head)
         return slots
+
+    def finish(self) -> None:
+        """All slots are filled: let the linear layers bring their values into their final form."""
+        for layer in self.layers:
+            for linear in layer.linears():
+                linear.finish()
 
     def num_bytes(self) -> int:
         """Bytes of all parameters (a tied head counts once)."""
-        return sum(tensor.nbytes for tensor in self.slots().values())
+        norms = [self.final_norm]
+        num_bytes = self.embed_tokens.nbytes
+        if self.lm_head is not self.embed_tokens:
+            num_bytes += self.lm_head.nbytes
+        for layer in self.layers:
+            num_bytes += sum(linear.num_bytes() for linear in layer.linears())
+            norms += [layer.input_norm, layer.post_attention_norm]
+            norms += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        return num_bytes + sum(norm.nbytes for norm in norms)
 
     def forward(
         self,
@@ -149,7 +185,7 @@ class Model:
             hidden, residual = backend.add_rms_norm(
                 hidden, residual, layer.post_attention_norm, eps
             )
-            hidden = layer.down(backend.silu_mul(layer.gate_up(hidden)))
+            hidden = layer.mlp(hidden, backend)
             hidden, residual = backend.add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
 

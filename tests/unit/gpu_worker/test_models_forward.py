@@ -164,7 +164,7 @@ def test_half_precision_stays_close_to_float32(dtype: torch.dtype, tmp_path: Pat
         return torch.stack(list(sequence.logits.values()))
 
     half = load_model(folder, dtype=dtype)
-    assert {slot.dtype for slot in half.slots().values()} == {dtype}
+    assert {slot.target.dtype for slot in half.slots().values()} == {dtype}
     got, expected = logits(half), logits(load_model(folder, dtype="float32"))
     assert got.dtype == torch.float32
     error = (got - expected).abs().max()

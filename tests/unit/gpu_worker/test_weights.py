@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from octavo.errors import ConfigurationError
 from octavo_worker.models import load_model
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME
+from octavo_worker.slots import Slot
 from octavo_worker.weights import INDEX_NAME, SINGLE_NAME, Checkpoint, load_weights
 from tests.tiny_models import save_tiny_model
 from tests.unit.gpu_worker.checkpoint_files import (
@@ -53,7 +54,7 @@ def test_every_tensor_is_loaded_once_to_its_place(
     for path in folder.glob("*.safetensors"):
         stored |= load_file(path)
     model = load_model(folder)
-    loaded = model.slots()
+    loaded = {name: slot.target for name, slot in model.slots().items()}
     assert loaded.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(loaded[name], tensor), name
@@ -61,7 +62,7 @@ def test_every_tensor_is_loaded_once_to_its_place(
     parts = [stored[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
     assert torch.equal(layer.qkv.weight, torch.cat(parts))
     parts = [stored[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(layer.gate_up.weight, torch.cat(parts))
+    assert torch.equal(layer.mlp.gate_up.weight, torch.cat(parts))
     assert model.num_bytes() == sum(tensor.nbytes for tensor in stored.values())
 
 
@@ -81,16 +82,16 @@ def test_tensors_are_cast_while_loaded(
     folder = save_tiny_model(tmp_path, dtype=stored)
     model = load_model(folder, dtype=wanted)
     expected = load_file(folder / SINGLE_NAME)
-    for name, tensor in model.slots().items():
-        assert tensor.dtype == wanted
-        assert torch.equal(tensor, expected[name].to(wanted))
+    for name, slot in model.slots().items():
+        assert slot.target.dtype == wanted
+        assert torch.equal(slot.target, expected[name].to(wanted))
 
 
 def test_stray_safetensors_file_is_ignored(sharded: Path) -> None:
     save_file({Q_NAME: torch.zeros(3), "stray": torch.zeros(1)}, sharded / "adapter.safetensors")
     (sharded / "broken.safetensors").write_bytes(b"")
     expected = load_file(shard_of(sharded, Q_NAME))[Q_NAME]
-    assert torch.equal(load_model(sharded).slots()[Q_NAME], expected)
+    assert torch.equal(load_model(sharded).slots()[Q_NAME].target, expected)
 
 
 def test_computed_buffers_of_old_checkpoints_are_ignored(sharded: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_single_file_wins_over_an_index(sharded: Path) -> None:
         tensors |= load_file(path)
     tensors[Q_NAME] = torch.full_like(tensors[Q_NAME], 3.0)
     save_file(tensors, sharded / SINGLE_NAME, metadata={"format": "pt"})
-    assert bool((load_model(sharded).slots()[Q_NAME] == 3.0).all())
+    assert bool((load_model(sharded).slots()[Q_NAME].target == 3.0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -302,15 +303,17 @@ def test_nothing_is_loaded_if_the_last_shard_is_wrong(sharded: Path) -> None:
     last = sorted(sharded.glob("model-*.safetensors"))[-1]
     name = sorted(load_file(last))[0]
     edit(last, lambda tensors: tensors.update({name: torch.ones(1)}))
-    slots = {key: torch.full_like(t, 7.0) for key, t in load_reference(sharded).items()}
+    places = {key: torch.full_like(t, 7.0) for key, t in load_reference(sharded).items()}
+    slots = {key: Slot(place) for key, place in places.items()}
     with Checkpoint(sharded) as checkpoint, pytest.raises(ConfigurationError, match=name):
         load_weights(checkpoint, slots)
-    assert all(bool((slot == 7.0).all()) for slot in slots.values())
+    assert all(bool((place == 7.0).all()) for place in places.values())
 
 
 def load_reference(folder: Path) -> dict[str, torch.Tensor]:
     """Places of the right shapes, whatever the files hold."""
-    return load_model(folder, load_format="random").slots()
+    slots = load_model(folder, load_format="random").slots()
+    return {name: slot.target for name, slot in slots.items()}
 
 
 # --- random -----------------------------------------------------------------------------------
@@ -325,7 +328,8 @@ def config_only(tmp_path: Path) -> Path:
 
 def test_random_weights_follow_the_seed(config_only: Path) -> None:
     def load(seed: int) -> dict[str, torch.Tensor]:
-        return load_model(config_only, load_format="random", seed=seed).slots()
+        slots = load_model(config_only, load_format="random", seed=seed).slots()
+        return {name: slot.target for name, slot in slots.items()}
 
     first, again, other = load(1), load(1), load(2)
     for name, tensor in first.items():
