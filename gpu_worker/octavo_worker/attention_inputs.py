@@ -1,6 +1,7 @@
-"""What a model's forward pass and its attention need to know about one step.
+"""What a model's forward pass needs to know about one step, and how one of its layers attends.
 
-Built by `step_inputs`, read by models and backends. Must not know: plans, requests, samplers.
+`StepInputs` is built by `step_inputs`, `AttentionOptions` by models; backends read both. Must not
+know: plans, requests, samplers.
 
 T tokens of the step, C prefill chunks, S decode rows, N blocks, B block size, M block-table
 columns. Token order: the tokens of all chunks first, then one token for each decode row.
@@ -35,3 +36,17 @@ class StepInputs:
     @property
     def num_decode_rows(self) -> int:
         return self.decode_context_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer attends; what is the same in every step.
+
+    A query at position p sees the keys p - window < key <= p.
+    """
+
+    scale: float
+    # Keys that a query sees, itself included; None = all up to its own.
+    window: int | None = None
+    # Scores become c * tanh(score / c): Gemma 2; None = they stay.
+    soft_cap: float | None = None

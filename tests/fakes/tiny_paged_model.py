@@ -7,7 +7,7 @@ matter. `dense_logits` shares the weights and nothing else with the paged path.
 import torch
 import torch.nn.functional as F
 
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.backends.base import Backend
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 6, 2, 8
@@ -56,15 +56,15 @@ class TinyPagedModel:
             q, k = backend.rope_and_cache(
                 q, k, v, self.cos_sin, inputs.positions, inputs.slot_mapping, k_cache, v_cache
             )
-            scale = HEAD_DIM**-0.5
+            options = AttentionOptions(scale=HEAD_DIM**-0.5)
             parts = []
             if num_prefill:
                 parts.append(
-                    backend.prefill_attention(q[:num_prefill], k_cache, v_cache, inputs, scale)
+                    backend.prefill_attention(q[:num_prefill], k_cache, v_cache, inputs, options)
                 )
             if num_prefill < len(hidden):
                 parts.append(
-                    backend.decode_attention(q[num_prefill:], k_cache, v_cache, inputs, scale)
+                    backend.decode_attention(q[num_prefill:], k_cache, v_cache, inputs, options)
                 )
             attended = torch.cat(parts).flatten(1) @ self.out[layer].T
             x, hidden = backend.add_rms_norm(attended, hidden, self.norm, EPS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.backends.cuda import CudaBackend
 from octavo_worker.sampling import SamplingTensors
@@ -75,10 +75,10 @@ def _run(backend: CpuBackend | CudaBackend, device: str) -> dict[str, torch.Tens
     results["sum_norm"], results["sum"] = backend.add_rms_norm(x, x, weight, 1e-5)
     q, k = backend.rope_and_cache(q, k, v, cos_sin, inputs.positions, inputs.slot_mapping, *caches)
     results |= {"q": q, "k": k}
-    first = inputs.num_prefill_tokens
+    first, options = inputs.num_prefill_tokens, AttentionOptions(scale=0.1)
     for layer in range(2):
-        results[f"prefill{layer}"] = backend.prefill_attention(q[:first], *caches, inputs, 0.1)
-        results[f"decode{layer}"] = backend.decode_attention(q[first:], *caches, inputs, 0.1)
+        results[f"prefill{layer}"] = backend.prefill_attention(q[:first], *caches, inputs, options)
+        results[f"decode{layer}"] = backend.decode_attention(q[first:], *caches, inputs, options)
     return {name: value.cpu() for name, value in results.items()}
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.sampling import SamplingTensors
 
 
@@ -61,12 +61,12 @@ class Backend(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         inputs: StepInputs,
-        scale: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Causal attention of the chunks' queries over their paged context.
 
         q is [num_prefill_tokens, H, D]; so is the result. The chunks' own keys and values
-        are already stored.
+        are already stored. Keys that no query sees (`options.window`) are never read.
         """
         ...
 
@@ -76,7 +76,7 @@ class Backend(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         inputs: StepInputs,
-        scale: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Attention of one query a row, q [S, H, D], over its context; zeros for dead rows."""
         ...

@@ -1,36 +1,29 @@
 """The CPU backend: plain torch, for laptops and tests. Never imports triton.
 
-A row's blocks lie scattered, so attention first gathers them, head by head, into one padded
-batch. Every layer of a step gathers the same blocks: the index of a step is made once.
-Slots past a row's context may hold anything, NaN too; they are overwritten in the gathered
-copy, since a weight of zero would not silence a NaN.
+Attention gathers each row's scattered blocks into a padded batch (`gather`), then computes densely.
+Slots that no query sees may hold anything, NaN too; they are overwritten in the gathered copy,
+since a weight of zero would not silence a NaN.
 
 T tokens, S rows, C chunks, H query heads, K kv heads, G = H / K, D head dim, N blocks,
 B block size, L padded context.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from octavo_worker import sampling
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
+from octavo_worker.backends.gather import Gather, gather_decode, gather_prefill
 from octavo_worker.sampling import SamplingTensors
 
-# Rows of like length share a padded batch: lengths of one batch differ by at most 2 x.
-_LEAST_PADDED_LEN = 64
 
+class _Gathers(NamedTuple):
+    """What the layers of one window read in one step."""
 
-@dataclass(frozen=True, slots=True)
-class _Gather:
-    """Which cache rows make up a padded batch of contexts."""
-
-    rows: torch.Tensor  # int64 [S'], of the decode rows
-    # int64 [S' * K * blocks], into the cache seen as [N * K, B * D]
-    index: torch.Tensor
-    unused: torch.Tensor  # int64 [n], slots past the contexts, of the S' * K * L gathered ones
-    mask: torch.Tensor  # added to the scores, broadcastable to [S', heads, queries, L]
+    prefill: list[Gather]
+    decode: list[Gather]
 
 
 class CpuBackend:
@@ -40,8 +33,7 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self._inputs: StepInputs | None = None
-        self._decode: list[_Gather] = []
-        self._prefill: list[_Gather] = []
+        self._gathers: dict[int | None, _Gathers] = {}
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         y = x.float()
@@ -85,14 +77,14 @@ class CpuBackend:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         inputs: StepInputs,
-        scale: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        self._index_step(inputs, k_cache)
+        gathers = self._gathers_of(inputs, k_cache, options.window).prefill
         outputs: list[torch.Tensor] = []
         bounds = inputs.cu_seqlens_q.tolist()
-        for start, end, gather in zip(bounds, bounds[1:], self._prefill, strict=False):
+        for start, end, gather in zip(bounds, bounds[1:], gathers, strict=False):
             chunk = q[start:end].transpose(0, 1)[None]
-            outputs.append(_attend(chunk, k_cache, v_cache, gather, scale)[0].transpose(0, 1))
+            outputs.append(_attend(chunk, k_cache, v_cache, gather, options)[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def decode_attention(
@@ -101,25 +93,30 @@ class CpuBackend:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         inputs: StepInputs,
-        scale: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        self._index_step(inputs, k_cache)
         output = torch.zeros_like(q)
-        for gather in self._decode:
+        for gather in self._gathers_of(inputs, k_cache, options.window).decode:
             rows = q[gather.rows].unflatten(1, (k_cache.shape[1], -1))
-            out = _attend(rows, k_cache, v_cache, gather, scale)
+            out = _attend(rows, k_cache, v_cache, gather, options)
             output[gather.rows] = out.flatten(1, 2)
         return output
 
     def sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
         return sampling.sample(logits, params)
 
-    def _index_step(self, inputs: StepInputs, cache: torch.Tensor) -> None:
-        if inputs is self._inputs:
-            return
-        self._inputs = inputs
-        self._decode = _index_decode(inputs, cache)
-        self._prefill = _index_prefill(inputs, cache)
+    def _gathers_of(self, inputs: StepInputs, cache: torch.Tensor, window: int | None) -> _Gathers:
+        if inputs is not self._inputs:
+            self._inputs = inputs
+            self._gathers = {}
+        # A window that hides nothing in this step is none.
+        longest = max(inputs.max_context_prefill, inputs.max_context_decode)
+        window = None if window is None or window >= longest else window
+        if window not in self._gathers:
+            self._gathers[window] = _Gathers(
+                gather_prefill(inputs, cache, window), gather_decode(inputs, cache, window)
+            )
+        return self._gathers[window]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -135,7 +132,11 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _attend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, gather: _Gather, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    gather: Gather,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of q [S', K or H, queries, D] over gathered contexts; the same shape."""
     shape = (q.shape[0], k_cache.shape[1], -1, q.shape[-1])
@@ -144,72 +145,24 @@ def _attend(
     k.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
     v.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
     k, v = k.view(shape), v.view(shape)
+    if options.soft_cap is not None:
+        return _attend_capped(q, k, v, gather.mask, options.scale, options.soft_cap)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=gather.mask, scale=scale, enable_gqa=True
+        q, k, v, attn_mask=gather.mask, scale=options.scale, enable_gqa=True
     )
 
 
-def _index(block_table: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Cache rows [S' * K * blocks] of the blocks in `block_table` [S', blocks], by kv head."""
-    num_kv_heads = cache.shape[1]
-    heads = torch.arange(num_kv_heads)
-    return (block_table.long()[:, None, :] * num_kv_heads + heads[None, :, None]).flatten()
-
-
-def _mask(is_seen: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """0 where `is_seen`, else -inf; made once a step, where a bool is converted in each layer."""
-    return torch.zeros(is_seen.shape, dtype=cache.dtype).masked_fill_(~is_seen, -torch.inf)
-
-
-def _unused(is_used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Gathered slots, of S' * K * L, of which `is_used` [S', L] says no."""
-    num_kv_heads = cache.shape[1]
-    is_unused = ~is_used[:, None, :].expand(-1, num_kv_heads, -1)
-    return is_unused.flatten().nonzero().flatten()
-
-
-def _index_decode(inputs: StepInputs, cache: torch.Tensor) -> list[_Gather]:
-    block_size = cache.shape[2]
-    batches: dict[int, list[int]] = {}
-    lens: list[int] = inputs.decode_context_lens.tolist()
-    for row, length in enumerate(lens):
-        if length > 0:
-            batches.setdefault(max(length, _LEAST_PADDED_LEN).bit_length(), []).append(row)
-    gathers: list[_Gather] = []
-    for batch in batches.values():
-        rows = torch.tensor(batch)
-        num_blocks = -(-max(lens[row] for row in batch) // block_size)
-        context_lens = inputs.decode_context_lens[rows]
-        columns = torch.arange(num_blocks * block_size)
-        is_used = columns[None, :] < context_lens[:, None]
-        gathers.append(
-            _Gather(
-                rows=rows,
-                index=_index(inputs.decode_block_table[rows, :num_blocks], cache),
-                unused=_unused(is_used, cache),
-                mask=_mask(is_used[:, None, None, :], cache),
-            )
-        )
-    return gathers
-
-
-def _index_prefill(inputs: StepInputs, cache: torch.Tensor) -> list[_Gather]:
-    block_size = cache.shape[2]
-    bounds: list[int] = inputs.cu_seqlens_q.tolist()
-    lens: list[int] = inputs.prefill_context_lens.tolist()
-    gathers: list[_Gather] = []
-    for chunk, length in enumerate(lens):
-        num_tokens = bounds[chunk + 1] - bounds[chunk]
-        num_blocks = -(-length // block_size)
-        columns = torch.arange(num_blocks * block_size)
-        queries = torch.arange(length - num_tokens, length)
-        is_seen = columns[None, :] <= queries[:, None]
-        gathers.append(
-            _Gather(
-                rows=torch.tensor([chunk]),
-                index=_index(inputs.prefill_block_table[chunk : chunk + 1, :num_blocks], cache),
-                unused=_unused((columns < length)[None], cache),
-                mask=_mask(is_seen[None, None], cache),
-            )
-        )
-    return gathers
+def _attend_capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    """What torch's attention can't: scores within +-soft_cap. Scores in fp32."""
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [S', K, H / K or 1, queries, D]
+    scores = grouped.float() @ k[:, :, None].transpose(-1, -2).float() * scale
+    scores = torch.tanh(scores / soft_cap) * soft_cap + mask[:, :, None]
+    weights = scores.softmax(dim=-1).to(v.dtype)
+    return (weights @ v[:, :, None]).flatten(1, 2)

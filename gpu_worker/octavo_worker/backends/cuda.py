@@ -7,7 +7,7 @@ kernels' matter. Must not know: plans, models. Entry point: `CudaBackend`.
 import torch
 
 from octavo_kernels import paged_decode, paged_prefill, rms_norm, rope_and_cache, sample, silu_mul
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.sampling import SamplingTensors
 
 
@@ -52,8 +52,9 @@ class CudaBackend:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         inputs: StepInputs,
-        scale: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
+        assert (options.window, options.soft_cap) == (None, None), options
         return paged_prefill.paged_prefill(
             q,
             k_cache,
@@ -62,7 +63,7 @@ class CudaBackend:
             inputs.cu_seqlens_q,
             inputs.prefill_context_lens,
             inputs.max_seqlen_q,
-            scale,
+            options.scale,
         )
 
     def decode_attention(
@@ -71,15 +72,16 @@ class CudaBackend:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         inputs: StepInputs,
-        scale: float,
+        options: AttentionOptions,
     ) -> torch.Tensor:
+        assert (options.window, options.soft_cap) == (None, None), options
         return paged_decode.paged_decode(
             q,
             k_cache,
             v_cache,
             inputs.decode_block_table,
             inputs.decode_context_lens,
-            scale,
+            options.scale,
             work=self._work_list(inputs, num_kv_heads=k_cache.shape[1]),
         )
 

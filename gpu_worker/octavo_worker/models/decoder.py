@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.linear import DenseMaker, Linear, LinearMaker, Split
 from octavo_worker.models.rope import cos_sin_table, identity_table
 from octavo_worker.slots import Slot, ones
 
 if TYPE_CHECKING:
-    from octavo_worker.attention_inputs import StepInputs
     from octavo_worker.backends.base import Backend
 
 EMBED_NAME = "model.embed_tokens.weight"
@@ -72,6 +72,7 @@ class Layer:
         hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
         self.prefix = prefix
         self.cos_sin = cos_sin
+        self.options = AttentionOptions(scale=config.scale)
         attention = f"{prefix}.self_attn"
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.COLUMNS)
@@ -168,7 +169,7 @@ class Model:
 
     def forward(
         self,
-        inputs: "StepInputs",
+        inputs: StepInputs,
         kv_caches: list[tuple[Tensor, Tensor]],
         backend: "Backend",
     ) -> Tensor:
@@ -197,7 +198,7 @@ class Model:
         self,
         layer: Layer,
         hidden: Tensor,
-        inputs: "StepInputs",
+        inputs: StepInputs,
         kv_cache: tuple[Tensor, Tensor],
         backend: "Backend",
     ) -> Tensor:
@@ -217,10 +218,10 @@ class Model:
         parts: list[Tensor] = []
         if num_prefill > 0:
             chunks = q[:num_prefill]
-            parts.append(backend.prefill_attention(chunks, k_cache, v_cache, inputs, config.scale))
+            parts.append(backend.prefill_attention(chunks, k_cache, v_cache, inputs, layer.options))
         if num_prefill < q.shape[0]:
             rows = q[num_prefill:]
-            parts.append(backend.decode_attention(rows, k_cache, v_cache, inputs, config.scale))
+            parts.append(backend.decode_attention(rows, k_cache, v_cache, inputs, layer.options))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return layer.o(mixed.flatten(1))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.backends import Backend
 from octavo_worker.models import Model
 from octavo_worker.sampling import SamplingTensors
@@ -69,7 +69,12 @@ class DenseBackend:
         return gate / (1 + torch.exp(-gate)) * up
 
     def prefill_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: StepInputs, scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: StepInputs,
+        options: AttentionOptions,
     ) -> Tensor:
         assert q.shape[0] == inputs.num_prefill_tokens
         out = torch.empty_like(q)
@@ -80,17 +85,22 @@ class DenseBackend:
             table = inputs.prefill_block_table[chunk].tolist()
             for token in range(start, stop):
                 seen = context - (stop - 1 - token)
-                out[token] = _attend(q[token], k_cache, v_cache, table, seen, scale)
+                out[token] = _attend(q[token], k_cache, v_cache, table, seen, options)
         return out
 
     def decode_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: StepInputs, scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: StepInputs,
+        options: AttentionOptions,
     ) -> Tensor:
         out = torch.zeros_like(q)
         for row, context in enumerate(inputs.decode_context_lens.tolist()):
             table = inputs.decode_block_table[row].tolist()
             if context:
-                out[row] = _attend(q[row], k_cache, v_cache, table, context, scale)
+                out[row] = _attend(q[row], k_cache, v_cache, table, context, options)
         return out
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -99,16 +109,25 @@ class DenseBackend:
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: list[int], num_keys: int, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: list[int],
+    num_keys: int,
+    options: AttentionOptions,
 ) -> Tensor:
-    """[H, D] of one query over its first `num_keys` keys."""
+    """[H, D] of one query over its first `num_keys` keys, or the last ones of these."""
     block_size = k_cache.shape[2]
     num_blocks = -(-num_keys // block_size)
     k = torch.cat([k_cache[block] for block in table[:num_blocks]], dim=1)[:, :num_keys]
     v = torch.cat([v_cache[block] for block in table[:num_blocks]], dim=1)[:, :num_keys]
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = torch.einsum("hd,hld->hl", q, k) * scale
+    if options.window is not None:
+        k, v = k[:, -options.window :], v[:, -options.window :]
+    scores = torch.einsum("hd,hld->hl", q, k) * options.scale
+    if options.soft_cap is not None:
+        scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
     return torch.einsum("hl,hld->hd", scores.softmax(-1), v)
 
 

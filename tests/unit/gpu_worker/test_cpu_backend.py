@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.backends.cpu import CpuBackend
 
 torch.set_num_threads(1)
 SCALE = 0.3
+PLAIN = AttentionOptions(scale=SCALE)
 
 
 class Context:
@@ -45,14 +46,25 @@ class Context:
             self.keys.append(k)
             self.values.append(v)
 
-    def attention(self, row: int, q: torch.Tensor) -> torch.Tensor:
+    def poison_before(self, row: int, position: int) -> None:
+        """Nothing may read the keys and values of the row before `position` any more."""
+        for index in range(position):
+            block = self.block_table[row, index // self.k_cache.shape[2]]
+            self.k_cache[block, :, index % self.k_cache.shape[2]] = torch.nan
+            self.v_cache[block, :, index % self.k_cache.shape[2]] = torch.nan
+
+    def attention(self, row: int, q: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """fp32 [Tq, H, D]: causal attention of the last Tq positions' queries."""
         k, v = self.keys[row].float(), self.values[row].float()
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * SCALE
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * options.scale
+        if options.soft_cap is not None:
+            scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
         num_queries, length = q.shape[0], k.shape[0]
         is_seen = torch.ones(num_queries, length, dtype=torch.bool).tril(length - num_queries)
+        if options.window is not None:
+            is_seen = is_seen.triu(length - num_queries - options.window + 1)
         weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
@@ -89,9 +101,25 @@ KINDS = [
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+OPTIONS = {
+    "plain": PLAIN,
+    "soft cap": AttentionOptions(SCALE, soft_cap=2.0),
+    "window 1": AttentionOptions(SCALE, window=1),
+    "window 17": AttentionOptions(SCALE, window=17),
+    "window 64, soft cap": AttentionOptions(SCALE, window=64, soft_cap=5.0),
+    "window 1000": AttentionOptions(SCALE, window=1000),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @pytest.mark.parametrize(("group", "num_kv_heads", "head_dim", "block_size", "dtype"), KINDS)
 def test_attention_over_scattered_blocks(
-    group: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    options: AttentionOptions,
 ) -> None:
     chunk_lens = [1, 5, block_size, 40, 33]
     histories = [0, 0, block_size - 1, 70, 2 * block_size]
@@ -101,28 +129,32 @@ def test_attention_over_scattered_blocks(
     context = Context(
         lens, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
     )
+    if options.window is not None:
+        for row, length in enumerate(lens):
+            queries = chunk_lens[row] if row < len(chunk_lens) else 1
+            context.poison_before(row, length - queries - options.window + 1)
     inputs = step_inputs(context, chunk_lens, lens, len(decode_lens))
     backend, tolerance = CpuBackend(), TOLERANCE[dtype]
     num_heads = group * num_kv_heads
     generator = torch.Generator().manual_seed(9)
     for _ in range(2):  # a second layer of the step
         q = torch.randn((sum(chunk_lens), num_heads, head_dim), generator=generator).to(dtype)
-        out = backend.prefill_attention(q, context.k_cache, context.v_cache, inputs, SCALE)
+        out = backend.prefill_attention(q, context.k_cache, context.v_cache, inputs, options)
         assert out.shape == q.shape
         assert out.dtype == dtype
         for row, (part, queries) in enumerate(
             zip(out.split(chunk_lens), q.split(chunk_lens), strict=True)
         ):
-            expected = context.attention(row, queries)
+            expected = context.attention(row, queries, options)
             torch.testing.assert_close(part.float(), expected, atol=tolerance, rtol=tolerance)
         q = torch.randn((len(decode_lens), num_heads, head_dim), generator=generator).to(dtype)
-        out = backend.decode_attention(q, context.k_cache, context.v_cache, inputs, SCALE)
+        out = backend.decode_attention(q, context.k_cache, context.v_cache, inputs, options)
         assert out.dtype == dtype
         for row, length in enumerate(decode_lens):
             if length == 0:
                 assert out[row].eq(0).all()
                 continue
-            expected = context.attention(len(chunk_lens) + row, q[row : row + 1])
+            expected = context.attention(len(chunk_lens) + row, q[row : row + 1], options)
             torch.testing.assert_close(
                 out[row : row + 1].float(), expected, atol=tolerance, rtol=tolerance
             )
@@ -132,7 +164,7 @@ def test_every_row_dead() -> None:
     context = Context([0, 0], num_kv_heads=1, head_dim=8, block_size=16, dtype=torch.float32)
     inputs = step_inputs(context, [], [0, 0], 2)
     q = torch.ones((2, 3, 8))
-    out = CpuBackend().decode_attention(q, context.k_cache, context.v_cache, inputs, SCALE)
+    out = CpuBackend().decode_attention(q, context.k_cache, context.v_cache, inputs, PLAIN)
     assert out.eq(0).all()
 
 
