@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigurationError
-from octavo_worker.models.families import Fields, family_of
+from octavo_worker.models.families import family_of
+from octavo_worker.models.fields import Fields, count, flag, positive
 from octavo_worker.models.rope import RopeConfig
 
 _LOG = logging.getLogger(__name__)
@@ -121,36 +122,36 @@ class ModelConfig:
         fields = read_fields(folder)
         family = family_of(fields)
         _refuse_what_is_not_computed(fields)
-        num_heads = _count(fields, "num_attention_heads")
+        num_heads = count(fields, "num_attention_heads")
         num_kv_heads = _kv_heads(fields, num_heads)
-        hidden_size = _count(fields, "hidden_size")
+        hidden_size = count(fields, "hidden_size")
         head_dim = _head_dim(fields, hidden_size, num_heads)
-        _count(fields, "max_position_embeddings")
-        num_layers = _count(fields, "num_hidden_layers")
+        count(fields, "max_position_embeddings")
+        num_layers = count(fields, "num_hidden_layers")
         rope = RopeConfig.from_fields(fields, head_dim=head_dim)
-        window = None if family.window(fields) is None else _count(fields, "sliding_window")
+        window = None if family.window(fields) is None else count(fields, "sliding_window")
         return cls(
             architecture=family.architecture,
-            vocab_size=_count(fields, "vocab_size"),
+            vocab_size=count(fields, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_count(fields, "intermediate_size"),
+            intermediate_size=count(fields, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_model_len=_max_model_len(fields, rope, window, max_model_len),
-            rms_norm_eps=_positive(fields, "rms_norm_eps"),
+            rms_norm_eps=positive(fields, "rms_norm_eps"),
             rope=rope,
             rope_layers=family.rope_layers(fields),
-            qkv_bias=_flag(fields, "attention_bias", family.qkv_bias),
-            o_bias=_flag(fields, "attention_bias", family.o_bias),
-            mlp_bias=_flag(fields, "mlp_bias", family.mlp_bias),
+            qkv_bias=flag(fields, "attention_bias", family.qkv_bias),
+            o_bias=flag(fields, "attention_bias", family.o_bias),
+            mlp_bias=flag(fields, "mlp_bias", family.mlp_bias),
             qk_norm=family.qk_norm,
-            tie_word_embeddings=_flag(fields, "tie_word_embeddings"),
+            tie_word_embeddings=flag(fields, "tie_word_embeddings"),
             window=window,
             scale=head_dim**-0.5,
             eos_token_ids=_eos_token_ids(folder, fields),
-            initializer_range=_positive(fields, "initializer_range"),
+            initializer_range=positive(fields, "initializer_range"),
             dtype=dtype,
         )
 
@@ -165,31 +166,10 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def _count(fields: Fields, name: str) -> int:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"config.json: {name}={value!r} must be a whole number >= 1")
-    return value
-
-
-def _positive(fields: Fields, name: str) -> float:
-    value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigurationError(f"config.json: {name}={value!r} must be a number > 0")
-    return float(value)
-
-
-def _flag(fields: Fields, name: str, fixed: bool | None = None) -> bool:
-    value = fields[name] if fixed is None else fixed
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"config.json: {name}={value!r} must be true or false")
-    return value
-
-
 def _kv_heads(fields: Fields, num_heads: int) -> int:
     if fields["num_key_value_heads"] is None:
         return num_heads
-    num_kv_heads = _count(fields, "num_key_value_heads")
+    num_kv_heads = count(fields, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ConfigurationError(
             f"config.json: num_attention_heads={num_heads} is no multiple of "
@@ -207,7 +187,7 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
             )
         head_dim = hidden_size // num_heads
     else:
-        head_dim = _count(fields, "head_dim")
+        head_dim = count(fields, "head_dim")
     if head_dim % 2:
         raise ConfigurationError(f"config.json: head_dim={head_dim} must be even")
     return head_dim

@@ -11,7 +11,7 @@ heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.models.config import ModelConfig
-from octavo_worker.models.linear import DenseMaker, Linear, LinearMaker, Split
+from octavo_worker.models.linear import DenseMaker, LinearMaker, Split, Weights
+from octavo_worker.models.mlp import GatedMlp, Mlp
 from octavo_worker.models.rope import cos_sin_table, identity_table
 from octavo_worker.slots import Slot, ones
 
@@ -28,34 +29,6 @@ if TYPE_CHECKING:
 
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
-
-
-class Mlp(Protocol):
-    """What stands between a layer's second norm and the residual: [T, Hid] -> [T, Hid]."""
-
-    def __call__(self, hidden: Tensor, backend: "Backend") -> Tensor: ...
-
-    def linears(self) -> Iterator[Linear]:
-        """Its linear layers."""
-        ...
-
-
-class GatedMlp:
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig, make: LinearMaker, prefix: str) -> None:
-        inner, hidden = config.intermediate_size, config.hidden_size
-        parts = {"gate_proj": inner, "up_proj": inner}
-        bias = config.mlp_bias
-        self.gate_up = make(f"{prefix}.mlp", parts, hidden, bias=bias, split=Split.COLUMNS)
-        parts = {"down_proj": hidden}
-        self.down = make(f"{prefix}.mlp", parts, inner, bias=bias, split=Split.ROWS)
-
-    def __call__(self, hidden: Tensor, backend: "Backend") -> Tensor:
-        return self.down(backend.silu_mul(self.gate_up(hidden)))
-
-    def linears(self) -> Iterator[Linear]:
-        yield from (self.gate_up, self.down)
 
 
 class Layer:
@@ -78,15 +51,16 @@ class Layer:
         self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.COLUMNS)
         parts = {"o_proj": hidden}
         self.o = make(attention, parts, q_size, bias=config.o_bias, split=Split.ROWS)
-        self.mlp: Mlp = GatedMlp(config, make, prefix)
+        self.mlp: Mlp = GatedMlp(config, make, f"{prefix}.mlp", config.intermediate_size)
         self.input_norm = make_norm(hidden)
         self.q_norm = make_norm(config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config.head_dim) if config.qk_norm else None
         self.post_attention_norm = make_norm(hidden)
 
-    def linears(self) -> Iterator[Linear]:
+    def weights(self) -> Iterator[Weights]:
+        """All of it but the norms."""
         yield from (self.qkv, self.o)
-        yield from self.mlp.linears()
+        yield from self.mlp.weights()
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """(name in a checkpoint; the place it's loaded to)."""
@@ -96,8 +70,8 @@ class Layer:
             yield f"{self.prefix}.self_attn.k_norm.weight", norm_slot(self.k_norm)
         name = f"{self.prefix}.post_attention_layernorm.weight"
         yield name, norm_slot(self.post_attention_norm)
-        for linear in self.linears():
-            yield from linear.slots()
+        for weights in self.weights():
+            yield from weights.slots()
 
 
 def norm_slot(weight: Tensor) -> Slot:
@@ -150,10 +124,10 @@ class Model:
         return slots
 
     def finish(self) -> None:
-        """All slots are filled: let the linear layers bring their values into their final form."""
+        """All slots are filled: let the weights be brought into their final form."""
         for layer in self.layers:
-            for linear in layer.linears():
-                linear.finish()
+            for weights in layer.weights():
+                weights.finish()
 
     def num_bytes(self) -> int:
         """Bytes of all parameters (a tied head counts once)."""
@@ -162,7 +136,7 @@ class Model:
         if self.lm_head is not self.embed_tokens:
             num_bytes += self.lm_head.nbytes
         for layer in self.layers:
-            num_bytes += sum(linear.num_bytes() for linear in layer.linears())
+            num_bytes += sum(weights.num_bytes() for weights in layer.weights())
             norms += [layer.input_norm, layer.post_attention_norm]
             norms += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
         return num_bytes + sum(norm.nbytes for norm in norms)
@@ -186,7 +160,7 @@ class Model:
             hidden, residual = backend.add_rms_norm(
                 hidden, residual, layer.post_attention_norm, eps
             )
-            hidden = layer.mlp(hidden, backend)
+            hidden = layer.mlp(hidden, inputs, backend)
             hidden, residual = backend.add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
 

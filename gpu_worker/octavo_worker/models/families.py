@@ -4,13 +4,11 @@ Defaults hold where a key is absent from config.json (null is not absent), and e
 transformers' configuration classes. Must not know: tensors, files. Entry point: `family_of`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from octavo.errors import ConfigurationError
-
-Fields = Mapping[str, Any]
+from octavo_worker.models.fields import Fields
 
 
 def _no_window(fields: Fields) -> int | None:  # noqa: ARG001 - one signature for all rules

@@ -2,7 +2,7 @@
 
 A decoder asks a `LinearMaker` for each of its layers by the checkpoint's names, and calls what
 it gets: plain matrices here, packed or sharded ones elsewhere. Must not know: decoders, files.
-Entry points: `Linear`, `LinearMaker`, `DenseMaker`.
+Entry points: `Weights`, `Linear`, `LinearMaker`, `DenseMaker`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,13 +25,11 @@ class Split(Enum):
     NONE = "none"
 
 
-class Linear(Protocol):
-    """y = x Wᵀ + b for x [T, in]; y [T, out]."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+class Weights(Protocol):
+    """Parameters that are loaded, brought into their final form and counted together."""
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        """(name in the checkpoint, place) of every stored tensor of the layer."""
+        """(name in the checkpoint, place) of every stored tensor."""
         ...
 
     def finish(self) -> None:
@@ -39,8 +37,14 @@ class Linear(Protocol):
         ...
 
     def num_bytes(self) -> int:
-        """Bytes that the finished layer's parameters take."""
+        """Bytes that the finished parameters take."""
         ...
+
+
+class Linear(Weights, Protocol):
+    """y = x Wᵀ + b for x [T, in]; y [T, out]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class LinearMaker(Protocol):
