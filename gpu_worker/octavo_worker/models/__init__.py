@@ -5,6 +5,7 @@ position table, `decoder` computes. Must not know: requests, rows, sampling.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from octavo_worker.models.config import ModelConfig, choose_dtype, read_fields, 
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
 from octavo_worker.models.families import FAMILIES, Family
 from octavo_worker.weights import Checkpoint, Progress, choose_head, fill_random, load_weights
+
+if TYPE_CHECKING:
+    from octavo_worker.parallel.sharded import Exchange
 
 __all__ = ["FAMILIES", "Family", "Model", "ModelConfig", "load_model"]
 
@@ -25,13 +29,15 @@ def load_model(
     seed: int = 0,
     max_model_len: int = 0,
     progress: Progress | None = None,
+    exchange: "Exchange | None" = None,
 ) -> Model:
     """The model of `folder` on `device`.
 
     `dtype`: "auto" (the checkpoint's on cuda, float32 on the CPU), a name or a torch dtype.
     `load_format`: "auto" = safetensors; "random" = weights drawn from `seed`, for folders that
     hold a config.json only. `max_model_len` 0 = the longest that the model allows. `progress`
-    is called with the fraction loaded, up to 1.0. Raises ConfigurationError for whatever is
+    is called with the fraction loaded, up to 1.0. `exchange`: of the ranks that share the model;
+    this one's part is loaded (None = there is one rank). Raises ConfigurationError for whatever is
     wrong with the folder, naming file and tensor or field.
     """
     device = torch.device(device)
@@ -39,7 +45,7 @@ def load_model(
     if load_format == "random":
         chosen = choose_dtype(dtype, stored, device)
         config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
-        model = Model(config, device, tied=config.tie_word_embeddings)
+        model = _make_model(config, device, config.tie_word_embeddings, exchange)
         fill_random(model.slots(), seed=seed, std=config.initializer_range)
         model.finish()
         if progress is not None:
@@ -51,10 +57,21 @@ def load_model(
         head = choose_head(
             checkpoint, tie=config.tie_word_embeddings, embed_name=EMBED_NAME, head_name=HEAD_NAME
         )
-        model = Model(config, device, tied=head.tied)
+        model = _make_model(config, device, head.tied, exchange)
         slots = model.slots()
         slots[head.embed_name] = slots.pop(EMBED_NAME)
         ignored = (HEAD_NAME,) if head.tied else ()
         load_weights(checkpoint, slots, ignored=ignored, progress=progress)
     model.finish()
     return model
+
+
+def _make_model(
+    config: ModelConfig, device: torch.device, tied: bool, exchange: "Exchange | None"
+) -> Model:
+    if exchange is None:
+        return Model(config, device, tied=tied)
+    # Only here: a worker that has its model to itself imports none of it.
+    from octavo_worker.parallel.sharded import make_share
+
+    return make_share(config, device, exchange, tied=tied)

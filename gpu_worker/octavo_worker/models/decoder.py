@@ -11,7 +11,7 @@ heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Layer:
         self.options = AttentionOptions(scale=config.scale)
         attention = f"{prefix}.self_attn"
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.COLUMNS)
+        self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.HEADS)
         parts = {"o_proj": hidden}
         self.o = make(attention, parts, q_size, bias=config.o_bias, split=Split.ROWS)
         self.mlp: Mlp = GatedMlp(config, make, f"{prefix}.mlp", config.intermediate_size)
@@ -79,6 +79,16 @@ def norm_slot(weight: Tensor) -> Slot:
     return Slot(weight, fill=ones)
 
 
+class VocabParts(Protocol):
+    """Embedding and head when several ranks share them; see `parallel.sharded.ShardedVocab`."""
+
+    @property
+    def num_rows(self) -> int: ...
+    def slot(self, rows: Tensor) -> Slot: ...
+    def embed(self, input_ids: Tensor, rows: Tensor) -> Tensor: ...
+    def join(self, logits: Tensor) -> Tensor: ...
+
+
 class Model:
     """A decoder with its parameters on one device, uninitialised until they're loaded.
 
@@ -92,35 +102,41 @@ class Model:
         *,
         tied: bool,
         make: LinearMaker | None = None,
+        own_config: ModelConfig | None = None,
+        vocab: VocabParts | None = None,
     ) -> None:
-        """`make`: what linear layers are made of; None = plain matrices of the config's dtype."""
-        self.config = config
+        """`make`: what linear layers are made of; None = plain matrices of the config's dtype.
+
+        `own_config` and `vocab`: what one of several ranks holds of all this; None = everything.
+        """
+        self.config = own_config or config
         self.device = device
+        self._vocab = vocab
         make = make or DenseMaker(config.dtype, device)
         tables = {True: cos_sin_table(config.rope, config.max_model_len).to(device)}
         if not all(config.rope_layers):
             tables[False] = identity_table(config.rope, config.max_model_len).to(device)
-        self.embed_tokens = self._empty(config.vocab_size, config.hidden_size)
+        num_ids = vocab.num_rows if vocab is not None else config.vocab_size
+        self.embed_tokens = self._empty(num_ids, config.hidden_size)
         self.layers = [
             Layer(config, make, self._empty, tables[has_rope], f"model.layers.{index}")
             for index, has_rope in enumerate(config.rope_layers)
         ]
         self.final_norm = self._empty(config.hidden_size)
-        self.lm_head = (
-            self.embed_tokens if tied else self._empty(config.vocab_size, config.hidden_size)
-        )
+        self.lm_head = self.embed_tokens if tied else self._empty(num_ids, config.hidden_size)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.config.dtype, device=self.device)
 
     def slots(self) -> dict[str, Slot]:
         """Checkpoint name -> the place its values belong; together every parameter, once."""
-        slots = {EMBED_NAME: Slot(self.embed_tokens)}
+        vocab_slot = self._vocab.slot if self._vocab is not None else Slot
+        slots = {EMBED_NAME: vocab_slot(self.embed_tokens)}
         for layer in self.layers:
             slots |= dict(layer.slots())
         slots["model.norm.weight"] = norm_slot(self.final_norm)
         if self.lm_head is not self.embed_tokens:
-            slots[HEAD_NAME] = Slot(self.lm_head)
+            slots[HEAD_NAME] = vocab_slot(self.lm_head)
         return slots
 
     def finish(self) -> None:
@@ -152,7 +168,7 @@ class Model:
         `kv_caches` holds (k_cache, v_cache), each [N, K, B, D], for every layer.
         """
         eps = self.config.rms_norm_eps
-        residual = F.embedding(inputs.input_ids, self.embed_tokens)
+        residual = self._embed(inputs.input_ids)
         hidden = backend.rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
@@ -166,7 +182,13 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, V] for hidden states [S, Hid], those of the rows to be sampled."""
-        return F.linear(hidden, self.lm_head).float()
+        logits = F.linear(hidden, self.lm_head)
+        return (logits if self._vocab is None else self._vocab.join(logits)).float()
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        if self._vocab is None:
+            return F.embedding(input_ids, self.embed_tokens)
+        return self._vocab.embed(input_ids, self.embed_tokens)
 
     def _attention(
         self,

@@ -18,9 +18,11 @@ from octavo_worker.slots import Slot
 
 
 class Split(Enum):
-    """How a layer is cut when several ranks share a model: its outputs, its inputs, or not."""
+    """How a layer is cut when several ranks share a model: its outputs (HEADS: those of whole
+    heads), its inputs, or not."""
 
     COLUMNS = "columns"
+    HEADS = "heads"
     ROWS = "rows"
     NONE = "none"
 
