@@ -6,6 +6,7 @@ are random too, so that one which is forgotten changes the answer.
 """
 
 import json
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -36,6 +43,9 @@ TINY_FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] =
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
 }
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -71,7 +81,8 @@ def tiny_config(family: str = "llama", **overrides: Any) -> PretrainedConfig:
         "pad_token_id": 0,
     }
     config_class, _ = TINY_FAMILIES[family]
-    return config_class(**(fields | _FAMILY_DEFAULTS.get(family, {}) | overrides))
+    # A copy: transformers completes the scaling's dictionary in place.
+    return config_class(**deepcopy(fields | _FAMILY_DEFAULTS.get(family, {}) | overrides))
 
 
 @torch.no_grad()

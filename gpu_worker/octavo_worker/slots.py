@@ -2,11 +2,12 @@
 
 A slot says how its tensor is stored and how the values get from there to their place; a layer
 that keeps weights in another form than checkpoints do (a shard of them, packed integers) says
-so in its slots. Must not know: files, layers. Entry point: `Slot`.
+so in its slots. Must not know: files, layers. Entry points: `Place`, `Slot`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +15,30 @@ from torch import Tensor
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
+class Place(Protocol):
+    """Where one stored tensor goes: the shape and the dtypes that it must have in the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]: ...
+
+    def load(self, stored: Tensor) -> None:
+        """Copy the stored tensor's values to their place."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one stored tensor.
+    """The place of one stored tensor, or of a part of one (`FusedSlot`).
 
     `target`: where the values go, on the device, cast to its dtype. `shape`: the stored tensor's
     (default: the target's). `dtypes`: those that it may have in the file. `take`: what of the
     stored tensor (on the CPU, memory-mapped) belongs here, in the target's shape (default: all
     of it as it is). `fill`: draws random values in place of stored ones, from (target, generator,
-    standard deviation) (default: normal).
+    standard deviation) (default: normal). `out_axis`: the axis of the stored tensor along which
+    the layer's outputs lie, packed or not; None = none, it's the same for all of them.
     """
 
     target: Tensor
@@ -30,6 +46,7 @@ class Slot:
     dtypes: frozenset[torch.dtype] = FLOATS
     take: Callable[[Tensor], Tensor] | None = None
     fill: Callable[[Tensor, torch.Generator, float], None] | None = field(default=None)
+    out_axis: int | None = 0
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -45,6 +62,35 @@ class Slot:
             self.target.normal_(0.0, std, generator=generator)
         else:
             self.fill(self.target, generator, std)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSlot:
+    """The place of one stored tensor that holds those of several slots, along their outputs."""
+
+    parts: tuple[Slot, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape, axis = list(self.parts[0].shape), self.parts[0].out_axis
+        if axis is not None:
+            shape[axis] = sum(part.shape[axis] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        return self.parts[0].dtypes
+
+    def load(self, stored: Tensor) -> None:
+        """Give each slot its part; all of it where there are no outputs to part it by."""
+        start = 0
+        for part in self.parts:
+            if part.out_axis is None:
+                part.load(stored)
+                continue
+            size = part.shape[part.out_axis]
+            part.load(stored.narrow(part.out_axis, start, size))
+            start += size
 
 
 def ones(target: Tensor, _generator: torch.Generator, _std: float) -> None:

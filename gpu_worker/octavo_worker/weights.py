@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.config import read_json
-from octavo_worker.slots import FLOATS, Slot
+from octavo_worker.slots import FLOATS, Place, Slot
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LFS_START = b"version https://git-lfs"
-# Computed from the configuration; old checkpoints of Llama hold them all the same.
-_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+# Computed from the configuration; old checkpoints hold them all the same.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
 
 Progress = Callable[[float], None]
 
@@ -215,7 +215,7 @@ def choose_head(
 
 def load_weights(
     checkpoint: Checkpoint,
-    slots: Mapping[str, Slot],
+    slots: Mapping[str, Place],
     *,
     ignored: Collection[str] = (),
     progress: Progress | None = None,
@@ -236,7 +236,7 @@ def load_weights(
             progress(done / total)
 
 
-def _check(checkpoint: Checkpoint, slots: Mapping[str, Slot], ignored: Collection[str]) -> None:
+def _check(checkpoint: Checkpoint, slots: Mapping[str, Place], ignored: Collection[str]) -> None:
     tensors = checkpoint.tensors
     if missing := slots.keys() - tensors.keys():
         files = sorted({tensor.path.name for tensor in tensors.values()})
@@ -245,7 +245,7 @@ def _check(checkpoint: Checkpoint, slots: Mapping[str, Slot], ignored: Collectio
             f"({', '.join(files[:3])}{', ...' if len(files) > 3 else ''})"
         )
     for name, tensor in tensors.items():
-        if name.endswith(_IGNORED_SUFFIX) or (name in ignored and name not in slots):
+        if name.endswith(_IGNORED_SUFFIXES) or (name in ignored and name not in slots):
             continue
         if name not in slots:
             raise ConfigurationError(

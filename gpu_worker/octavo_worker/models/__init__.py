@@ -1,7 +1,8 @@
 """Models: from a folder to a decoder on a device. Entry point: `load_model`.
 
-`families` says what an architecture's name means, `config` reads the folder, `rope` makes the
-position table, `decoder` computes. Must not know: requests, rows, sampling.
+`families` says what an architecture's name means, `layouts` how its checkpoints name and store
+what, `config` reads the folder, `rope` makes the position table, `decoder` computes.
+Must not know: requests, rows, sampling.
 """
 
 from pathlib import Path
@@ -54,13 +55,18 @@ def load_model(
     with Checkpoint(folder) as checkpoint:
         chosen = choose_dtype(dtype, stored or checkpoint.dtype(), device)
         config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
+        layout = config.layout
+        embed_name, head_name = layout.name_of(EMBED_NAME), layout.name_of(HEAD_NAME)
         head = choose_head(
-            checkpoint, tie=config.tie_word_embeddings, embed_name=EMBED_NAME, head_name=HEAD_NAME
+            checkpoint,
+            tie=config.tie_word_embeddings,
+            embed_name=embed_name,
+            head_name=head_name,
         )
         model = _make_model(config, device, head.tied, exchange)
-        slots = model.slots()
-        slots[head.embed_name] = slots.pop(EMBED_NAME)
-        ignored = (HEAD_NAME,) if head.tied else ()
+        slots = layout.stored(model.slots(), config.heads)
+        slots[head.embed_name] = slots.pop(embed_name)
+        ignored = (head_name,) if head.tied else ()
         load_weights(checkpoint, slots, ignored=ignored, progress=progress)
     model.finish()
     return model

@@ -16,6 +16,7 @@ import torch
 from octavo.errors import ConfigurationError
 from octavo_worker.models.families import family_of
 from octavo_worker.models.fields import Fields, count, flag, positive
+from octavo_worker.models.layouts import Heads, Layout
 from octavo_worker.models.rope import RopeConfig
 
 _LOG = logging.getLogger(__name__)
@@ -45,9 +46,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_fields(folder: Path) -> Fields:
-    """config.json over the family's defaults."""
+    """config.json in the words of Llama's, over the family's defaults."""
     fields = read_json(folder / "config.json")
-    return {**family_of(fields).defaults, **fields}
+    family = family_of(fields)
+    return {**family.defaults, **family.translate(fields)}
 
 
 def stored_dtype(fields: Fields) -> torch.dtype | None:
@@ -85,7 +87,9 @@ def choose_dtype(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a decoder is made of. `scale` is the attention's, `rope_layers` has a flag a layer.
+    """What a decoder is made of. `scale` is the attention's, `rope_layers` has a flag a layer,
+    `layout` says how checkpoints store it, `sandwich_norms` that what attention and MLP give is
+    normed too.
 
     `window`: keys that a query sees, itself included; None = all. `max_model_len` is never
     above it, so that no query ever leaves its window.
@@ -107,12 +111,14 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sandwich_norms: bool
     tie_word_embeddings: bool
     window: int | None
     scale: float
     eos_token_ids: tuple[int, ...]
     initializer_range: float
     dtype: torch.dtype
+    layout: Layout
 
     @classmethod
     def from_folder(
@@ -128,7 +134,9 @@ class ModelConfig:
         head_dim = _head_dim(fields, hidden_size, num_heads)
         count(fields, "max_position_embeddings")
         num_layers = count(fields, "num_hidden_layers")
-        rope = RopeConfig.from_fields(fields, head_dim=head_dim)
+        rope = RopeConfig.from_fields(
+            fields, head_dim=head_dim, can_be_partial=family.partial_rotary
+        )
         window = None if family.window(fields) is None else count(fields, "sliding_window")
         return cls(
             architecture=family.architecture,
@@ -147,12 +155,14 @@ class ModelConfig:
             o_bias=flag(fields, "attention_bias", family.o_bias),
             mlp_bias=flag(fields, "mlp_bias", family.mlp_bias),
             qk_norm=family.qk_norm,
+            sandwich_norms=family.sandwich_norms,
             tie_word_embeddings=flag(fields, "tie_word_embeddings"),
             window=window,
             scale=head_dim**-0.5,
             eos_token_ids=_eos_token_ids(folder, fields),
             initializer_range=positive(fields, "initializer_range"),
             dtype=dtype,
+            layout=family.layout,
         )
 
     @property
@@ -164,6 +174,11 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width of all key (or value) heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def heads(self) -> Heads:
+        """What a layout has to know of the heads."""
+        return Heads(self.q_size, self.kv_size, self.head_dim, self.rope.rotary_dim)
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:

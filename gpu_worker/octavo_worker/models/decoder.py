@@ -1,10 +1,10 @@
 """The decoder of all Llama-shaped families: RMSNorm, attention with RoPE, gated SiLU.
 
-One class for Llama, Mistral, Qwen2, Qwen3 and SmolLM; what differs between them is in
-`ModelConfig`. Q, k and v are one matrix, gate and up another. Linear layers are a maker's, all
-else is the backend's, so that the same code serves every backend. A forward pass depends on
-shapes and on the integers of `StepInputs` alone: no host synchronisation, no branch on values;
-it can be captured in a CUDA graph. Must not know: files, rows, sampling, requests.
+One class for all of `families`; what differs between them is in `ModelConfig`. Q, k and v are one
+matrix, gate and up another. Linear layers are a maker's, all else is the backend's, so that the
+same code serves every backend. A forward pass depends on shapes and on the integers of
+`StepInputs` alone: no host synchronisation, no branch on values; it can be captured in a CUDA
+graph. Must not know: files, rows, sampling, requests.
 
 Shapes: T tokens of a step (prefill chunks first, then S decode rows), Hid hidden size, H query
 heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R rotated dims.
@@ -56,20 +56,30 @@ class Layer:
         self.q_norm = make_norm(config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config.head_dim) if config.qk_norm else None
         self.post_attention_norm = make_norm(hidden)
+        self.after_attention_norm = make_norm(hidden) if config.sandwich_norms else None
+        self.after_mlp_norm = make_norm(hidden) if config.sandwich_norms else None
 
     def weights(self) -> Iterator[Weights]:
         """All of it but the norms."""
         yield from (self.qkv, self.o)
         yield from self.mlp.weights()
 
+    def norms(self) -> dict[str, Tensor]:
+        """The weights of its norms, by module."""
+        norms = {
+            "input_layernorm": self.input_norm,
+            "self_attn.q_norm": self.q_norm,
+            "self_attn.k_norm": self.k_norm,
+            "post_self_attn_layernorm": self.after_attention_norm,
+            "post_attention_layernorm": self.post_attention_norm,
+            "post_mlp_layernorm": self.after_mlp_norm,
+        }
+        return {name: norm for name, norm in norms.items() if norm is not None}
+
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """(name in a checkpoint; the place it's loaded to)."""
-        yield f"{self.prefix}.input_layernorm.weight", norm_slot(self.input_norm)
-        if self.q_norm is not None and self.k_norm is not None:
-            yield f"{self.prefix}.self_attn.q_norm.weight", norm_slot(self.q_norm)
-            yield f"{self.prefix}.self_attn.k_norm.weight", norm_slot(self.k_norm)
-        name = f"{self.prefix}.post_attention_layernorm.weight"
-        yield name, norm_slot(self.post_attention_norm)
+        for name, norm in self.norms().items():
+            yield f"{self.prefix}.{name}.weight", norm_slot(norm)
         for weights in self.weights():
             yield from weights.slots()
 
@@ -153,8 +163,7 @@ class Model:
             num_bytes += self.lm_head.nbytes
         for layer in self.layers:
             num_bytes += sum(weights.num_bytes() for weights in layer.weights())
-            norms += [layer.input_norm, layer.post_attention_norm]
-            norms += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+            norms += layer.norms().values()
         return num_bytes + sum(norm.nbytes for norm in norms)
 
     def forward(
@@ -173,10 +182,14 @@ class Model:
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
             hidden = self._attention(layer, hidden, inputs, kv_cache, backend)
+            if layer.after_attention_norm is not None:
+                hidden = backend.rms_norm(hidden, layer.after_attention_norm, eps)
             hidden, residual = backend.add_rms_norm(
                 hidden, residual, layer.post_attention_norm, eps
             )
             hidden = layer.mlp(hidden, inputs, backend)
+            if layer.after_mlp_norm is not None:
+                hidden = backend.rms_norm(hidden, layer.after_mlp_norm, eps)
             hidden, residual = backend.add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
 

@@ -1,7 +1,9 @@
 """The family table: what an architecture's name says that its config.json doesn't.
 
 Defaults hold where a key is absent from config.json (null is not absent), and equal those of
-transformers' configuration classes. Must not know: tensors, files. Entry point: `family_of`.
+transformers' configuration classes. A family is a row; what doesn't fit into one (another order
+of tensors, another vocabulary of fields) is a file in `layouts`. Must not know: tensors, files.
+Entry point: `family_of`.
 """
 
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.fields import Fields
+from octavo_worker.models.layouts import LLAMA, Layout, glm, phi3
 
 
 def _no_window(fields: Fields) -> int | None:  # noqa: ARG001 - one signature for all rules
@@ -50,15 +53,23 @@ def _rope_by_layer(fields: Fields) -> tuple[bool, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A row of the table. Bias flags: None = what the config's flag says, else fixed."""
+    """A row of the table. Bias flags: None = what the config's flag says, else fixed.
+
+    `translate`: config.json's fields -> the same in the words of Llama's. `partial_rotary`: whether
+    `partial_rotary_factor` may be below 1.
+    """
 
     architecture: str
     model_type: str
     defaults: Fields
+    layout: Layout = LLAMA
+    translate: Callable[[Fields], Fields] = dict
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool = False
+    sandwich_norms: bool = False
+    partial_rotary: bool = False
     window: Callable[[Fields], int | None] = _no_window
     rope_layers: Callable[[Fields], tuple[bool, ...]] = _rope_everywhere
 
@@ -82,6 +93,16 @@ _QWEN_DEFAULTS: Fields = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
     "use_sliding_window": False,
+}
+_GLM_DEFAULTS: Fields = {
+    **_DEFAULTS,
+    "attention_bias": True,
+    "eos_token_id": [151_329, 151_336, 151_338],
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-7,
 }
 FAMILIES = (
     Family(  # SmolLM and SmolLM2 too
@@ -137,6 +158,44 @@ FAMILIES = (
         },
         window=_window_by_layer,
         rope_layers=_rope_by_layer,
+    ),
+    Family(  # Phi-4 and Phi-4-mini too
+        "Phi3ForCausalLM",
+        "phi3",
+        {
+            **_DEFAULTS,
+            "eos_token_id": 32_000,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        layout=phi3.LAYOUT,
+        translate=phi3.translate,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        partial_rotary=True,
+        window=_window_everywhere,
+    ),
+    Family(  # GLM-4-9B as transformers stores it
+        "GlmForCausalLM",
+        "glm",
+        _GLM_DEFAULTS,
+        layout=glm.LAYOUT,
+        o_bias=False,
+        mlp_bias=False,
+        partial_rotary=True,
+    ),
+    Family(  # GLM-4-0414
+        "Glm4ForCausalLM",
+        "glm4",
+        _GLM_DEFAULTS,
+        layout=glm.LAYOUT,
+        o_bias=False,
+        mlp_bias=False,
+        sandwich_norms=True,
+        partial_rotary=True,
     ),
 )
 

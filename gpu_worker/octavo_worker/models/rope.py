@@ -2,8 +2,13 @@
 
 A table is computed once, on the CPU and in float32, with the operations of transformers in the
 same order, so that both agree to the bit; the attention factor is multiplied in. Scalings:
-default, linear, llama3, yarn (arXiv 2309.00071). Must not know: layers, backends. Entry points:
-`RopeConfig.from_fields`, `cos_sin_table`.
+default, linear, llama3, yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). Must not know:
+layers, backends. Entry points: `RopeConfig.from_fields`, `cos_sin_table`.
+
+longrope has two sets of frequencies: for sequences up to the original length, and for longer ones.
+transformers chooses anew in each forward pass, so that a sequence that grows past the border has
+keys of both kinds. A paged cache shares keys between sequences of all lengths: here the table's
+length, which is the worker's max_model_len, chooses once for all of them.
 
 Shapes: P positions, R rotated dims (first dims of a head, R <= D), F = R/2 frequencies.
 """
@@ -18,7 +23,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigurationError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope"}
 _TABLE_CHUNK = 16_384  # positions computed at a time: bounds the float32 temporaries
 
 
@@ -26,7 +32,8 @@ _TABLE_CHUNK = 16_384  # positions computed at a time: bounds the float32 tempor
 class RopeConfig:
     """One scaling with its parameters; those of other scalings keep their defaults.
 
-    `attention_factor` None: derived from `factor`, `mscale` and `mscale_all_dim` (yarn).
+    `attention_factor` None: derived from `factor` (longrope), with `mscale` and `mscale_all_dim`
+    (yarn). `short_factors`, `long_factors`: the divisors of the F frequencies (longrope).
     """
 
     rope_type: str
@@ -42,9 +49,13 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], *, head_dim: int) -> "RopeConfig":
+    def from_fields(
+        cls, fields: Mapping[str, Any], *, head_dim: int, can_be_partial: bool = False
+    ) -> "RopeConfig":
         """Read `rope_scaling` (older files; wins, as in transformers) or `rope_parameters`.
 
         `fields` is config.json over the family's defaults; `rope_theta` may stand inside the
@@ -55,17 +66,15 @@ class RopeConfig:
         if not isinstance(scaling, Mapping):
             raise ConfigurationError(f"config.json: rope_scaling={scaling!r} is no object")
         rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        rope_type = _OLD_NAMES.get(rope_type, rope_type)
         if rope_type not in ROPE_TYPES or any(isinstance(v, Mapping) for v in scaling.values()):
             raise ConfigurationError(
                 f"config.json: rope scaling {dict(scaling)!r} isn't supported; "
                 f"supported types, one for all layers: {', '.join(ROPE_TYPES)}"
             )
-        partial = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
-        if partial != 1:
-            raise ConfigurationError(
-                f"config.json: partial_rotary_factor={partial} isn't supported by this architecture"
-            )
         read = _Reader(rope_type, scaling)
+        partial = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
+        rotary_dim = _rotary_dim(partial, head_dim, can_be_partial=can_be_partial)
         max_position = int(fields["max_position_embeddings"])
         theta = scaling.get("rope_theta")
         original = fields.get("original_max_position_embeddings")  # beside the scaling: wins
@@ -74,10 +83,18 @@ class RopeConfig:
         rope = cls(
             rope_type=rope_type,
             theta=float(fields["rope_theta"] if theta is None else theta),
-            rotary_dim=head_dim,
+            rotary_dim=rotary_dim,
             original_max_position=int(original),
-            factor=1.0 if rope_type == "default" else read.number("factor"),
+            factor=1.0 if rope_type in ("default", "longrope") else read.number("factor"),
         )
+        if rope_type == "longrope":
+            return replace(
+                rope,
+                factor=read.number("factor", max_position / rope.original_max_position),
+                attention_factor=read.optional("attention_factor"),
+                short_factors=read.numbers("short_factor", rotary_dim // 2),
+                long_factors=read.numbers("long_factor", rotary_dim // 2),
+            )
         if rope_type == "llama3":
             return replace(
                 rope,
@@ -107,6 +124,25 @@ class RopeConfig:
         return max_position_embeddings
 
 
+def _rotary_dim(partial: Any, head_dim: int, *, can_be_partial: bool) -> int:
+    """R: the share of a head's dims that carries positions."""
+    if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
+        raise ConfigurationError(
+            f"config.json: partial_rotary_factor={partial!r} must be a number above 0, at most 1"
+        )
+    if partial != 1 and not can_be_partial:
+        raise ConfigurationError(
+            f"config.json: partial_rotary_factor={partial} isn't supported by this architecture"
+        )
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigurationError(
+            f"config.json: partial_rotary_factor={partial} rotates {rotary_dim} of a head's "
+            f"{head_dim} dims; the number must be even"
+        )
+    return rotary_dim
+
+
 class _Reader:
     """Numbers of one scaling object, or a ConfigurationError that names the field."""
 
@@ -132,6 +168,20 @@ class _Reader:
                 f"config.json: rope scaling {self._rope_type} needs the field {name}"
             )
         return value
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """`count` numbers > 0: one for each pair of rotated dims."""
+        values: Any = self._scaling.get(name)
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(isinstance(value, int | float) and value > 0 for value in values)
+        ):
+            raise ConfigurationError(
+                f"config.json: rope scaling {self._rope_type}: {name}={values!r:.80} must be "
+                f"{count} numbers > 0, one for each pair of rotated dims"
+            )
+        return tuple(values)
 
 
 class InverseFrequencies(NamedTuple):
@@ -191,9 +241,25 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
-def inverse_frequencies(rope: RopeConfig) -> InverseFrequencies:
-    """The angle per position of each pair of dims."""
+def _longrope(rope: RopeConfig, num_positions: int) -> InverseFrequencies:
+    """Each frequency divided by its own factor, one for short and one for long sequences."""
+    is_long = num_positions > rope.original_max_position
+    factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+    exponents = torch.arange(0, rope.rotary_dim, 2).float() / rope.rotary_dim
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        attention_factor = 1.0
+        if rope.factor > 1:
+            growth = math.log(rope.factor) / math.log(rope.original_max_position)
+            attention_factor = math.sqrt(1 + growth)
+    return InverseFrequencies(1.0 / (factors * rope.theta**exponents), attention_factor)
+
+
+def inverse_frequencies(rope: RopeConfig, num_positions: int) -> InverseFrequencies:
+    """The angle per position of each pair of dims, in a table of `num_positions`."""
     match rope.rope_type:
+        case "longrope":
+            return _longrope(rope, num_positions)
         case "yarn":
             return _yarn(rope)
         case "llama3":
@@ -206,7 +272,7 @@ def inverse_frequencies(rope: RopeConfig) -> InverseFrequencies:
 
 def cos_sin_table(rope: RopeConfig, num_positions: int) -> Tensor:
     """float32 [P, 2, F] on the CPU: cos, then sin, of position x inverse frequency."""
-    values, attention_factor = inverse_frequencies(rope)
+    values, attention_factor = inverse_frequencies(rope, num_positions)
     table = torch.empty(num_positions, 2, values.numel(), dtype=torch.float32)
     for start in range(0, num_positions, _TABLE_CHUNK):
         stop = min(start + _TABLE_CHUNK, num_positions)

@@ -82,7 +82,7 @@ def test_files_written_by_transformers(model_type: str, tmp_path: Path) -> None:
     assert config.rope.theta == hf.rope_parameters["rope_theta"]
     assert config.max_model_len == hf.max_position_embeddings
     assert config.qk_norm == (model_type == "qwen3")
-    assert config.qkv_bias == (model_type == "qwen2")
+    assert config.qkv_bias == (model_type in ("qwen2", "glm", "glm4"))
     assert config.rope_layers == tuple(
         [True] * 3 + [False] if model_type == "smollm3" else [True] * 2
     )

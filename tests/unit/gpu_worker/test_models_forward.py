@@ -70,6 +70,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied, head dim 128": ("qwen3", {**heads(8, 2, 128), "tie_word_embeddings": True}),
     "qwen3 biases": ("qwen3", {"attention_bias": True}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN, "max_position_embeddings": 32}),
+    "phi3": ("phi3", {}),
+    "phi3 partial rotary, tied": (
+        "phi3",
+        {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    ),
+    "phi3 window": ("phi3", {"sliding_window": 80}),
+    "glm": ("glm", {}),
+    "glm without biases": ("glm", {"attention_bias": False, **heads(8, 2, 64)}),
+    "glm4": ("glm4", {}),
     "smollm3": ("smollm3", {}),
     "smollm3 tied": ("smollm3", {"tie_word_embeddings": True}),
     "smollm3 chosen layers": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
@@ -137,6 +146,27 @@ def test_long_contexts_of_scaled_positions_equal_transformers(
     greedy(run, [sequence], 4)
     assert sequence.num_computed == longest
     assert_equal(reference, sequence, longest - 4)
+
+
+@pytest.mark.parametrize(("max_model_len", "num_prompt"), [(128, 80), (64, 50)])
+def test_longrope_takes_the_frequencies_of_the_workers_longest_sequence(
+    max_model_len: int, num_prompt: int, tmp_path: Path
+) -> None:
+    """Long ones for prompts beyond the original length, short ones where none can be."""
+    factors = {"short_factor": [1.0] * 7 + [1.5], "long_factor": [1.0 + i for i in range(8)]}
+    overrides = {
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors},
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 64,
+    }
+    folder = save_tiny_model(tmp_path, "phi3", **overrides)
+    model = load_model(folder, max_model_len=max_model_len)
+    run = PagedRun(model, CpuBackend())
+    sequence = run.add(prompt(num_prompt, seed=8))
+    run.step(chunks=[(sequence, 20)])
+    run.step(chunks=[(sequence, num_prompt - 20)])
+    greedy(run, [sequence], 10)
+    assert_equal(tiny_model(tiny_config("phi3", **overrides)), sequence, num_prompt)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

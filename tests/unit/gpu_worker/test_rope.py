@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import GlmConfig, LlamaConfig, Phi3Config
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.rope import RopeConfig, cos_sin_table, identity_table
@@ -133,7 +135,13 @@ def test_no_scaling_is_the_default_one(absent: dict[str, Any]) -> None:
     ("scaling", "named"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
-        ({"type": "longrope", "short_factor": [1.0]}, "longrope"),
+        ({"type": "longrope"}, "longrope.*short_factor=None"),
+        ({"type": "su", "short_factor": [1.0]}, "short_factor=.*32 numbers"),
+        ({"type": "longrope", "short_factor": [1.0] * 31 + [0]}, "short_factor=.*32 numbers"),
+        (
+            {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0] * 33},
+            "long_factor=.*32 numbers",
+        ),
         ({"full_attention": {"rope_type": "default"}}, "full_attention"),
         ({"rope_type": "yarn"}, "factor"),
         ({"rope_type": "linear", "factor": "2"}, "factor='2'"),
@@ -162,14 +170,60 @@ def test_longest_sequence(scaling: dict[str, Any], longest: int) -> None:
     assert rope_of({"rope_scaling": scaling}).max_position(MAX_POSITION) == longest
 
 
-def test_part_of_a_head_may_rotate() -> None:
-    rope = RopeConfig.from_fields(
-        {"rope_theta": 10_000.0, "max_position_embeddings": 64}, head_dim=16
+LONGROPE = {
+    "short_factor": [1.0 + index / 20 for index in range(24)],
+    "long_factor": [1.0 + index for index in range(24)],
+}
+
+
+@pytest.mark.parametrize("change", [{}, {"attention_factor": 1.3}, {"factor": 3.0}])
+@pytest.mark.parametrize(
+    ("max_position", "num_positions"), [(2048, 512), (2048, 513), (2048, 2048), (512, 512)]
+)
+def test_longrope_chooses_by_the_tables_length(
+    max_position: int, num_positions: int, change: dict[str, Any]
+) -> None:
+    """As transformers does for a sequence of that length; 512 is the original one."""
+    scaling = {**LONGROPE, **change, "partial_rotary_factor": 0.75, "rope_theta": 1e4}
+    fields = {"max_position_embeddings": max_position, "original_max_position_embeddings": 512}
+    config = Phi3Config(
+        hidden_size=HEAD_DIM,
+        num_attention_heads=1,
+        rope_parameters={**scaling, "rope_type": "longrope"},
+        **fields,
     )
-    table = cos_sin_table(rope, 10)
-    assert table.shape == (10, 2, 8)
-    torch.testing.assert_close(table[3, 0, 1], torch.tensor(3 * 10_000 ** (-1 / 8)).cos())
-    torch.testing.assert_close(table[3, 1, 1], torch.tensor(3 * 10_000 ** (-1 / 8)).sin())
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions)[None])
+    expected = torch.stack([cos[0, :, :24], sin[0, :, :24]], dim=1)
+    for spelling in ({"rope_type": "longrope"}, {"type": "longrope"}, {"type": "su"}):
+        rope = RopeConfig.from_fields(
+            {"rope_scaling": scaling | spelling, **fields}, head_dim=HEAD_DIM, can_be_partial=True
+        )
+        assert rope.max_position(max_position) == max_position
+        assert torch.equal(cos_sin_table(rope, num_positions), expected)
+
+
+@pytest.mark.parametrize(("partial", "num_rotated"), [(0.5, 32), (0.75, 48), (1.0, 64)])
+def test_part_of_a_head_may_rotate(partial: float, num_rotated: int) -> None:
+    config = GlmConfig(
+        hidden_size=HEAD_DIM,
+        num_attention_heads=1,
+        head_dim=HEAD_DIM,
+        partial_rotary_factor=partial,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    cos, _ = GlmRotaryEmbedding(config)(torch.zeros(1), torch.arange(100)[None])
+    fields = {"rope_theta": 1e4, "max_position_embeddings": 100, "partial_rotary_factor": partial}
+    rope = RopeConfig.from_fields(fields, head_dim=HEAD_DIM, can_be_partial=True)
+    table = cos_sin_table(rope, 100)
+    assert table.shape == (100, 2, num_rotated // 2)
+    assert torch.equal(table[:, 0], cos[0, :, : num_rotated // 2])
+
+
+@pytest.mark.parametrize("partial", [0.01, 1.5, "half", True, -1, 0.05])
+def test_impossible_parts_of_a_head_are_refused(partial: Any) -> None:
+    fields = {"rope_theta": 1e4, "max_position_embeddings": 64, "partial_rotary_factor": partial}
+    with pytest.raises(ConfigurationError, match=f"partial_rotary_factor='?{partial}"):
+        RopeConfig.from_fields(fields, head_dim=HEAD_DIM, can_be_partial=True)
 
 
 def test_identity_table_rotates_by_nothing() -> None:

@@ -29,6 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
+    "phi3": ("phi3", {}),
+    "glm4": ("glm4", {}),
 }
 
 
