@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from octavo_router.flights import CancelReason
-from tests.fakes.replay_world import SIZE, Stream, Worker, World
+from tests.fakes.replay_processes import SIZE, Stream, Worker
+from tests.fakes.replay_world import World
 from tests.fakes.simulated_cell import prompt_of
 
 NUM_ROUTERS, NUM_SCHEDULERS, NUM_WORKERS = 2, 2, 2
