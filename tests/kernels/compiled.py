@@ -21,6 +21,8 @@ _POINTERS = {
     torch.int64: "*i64",
 }
 _DIVISIBLE = [["tt.divisibility", 16]]
+# By compute capability: what a program may take.
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 
 class Resources(NamedTuple):

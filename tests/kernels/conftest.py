@@ -13,7 +13,7 @@ IS_INTERPRETED = os.environ.get("OCTAVO_KERNEL_MODE") == "interpret"
 
 if IS_INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
-    collect_ignore_glob = ["test_compile.py", "test_gpu_*.py", "test_reference_*.py"]
+    collect_ignore_glob = ["test_compile*.py", "test_gpu_*.py", "test_reference_*.py"]
 else:
     collect_ignore_glob = ["test_interpreter_*.py"]
 
