@@ -11,6 +11,9 @@ Rows differ in length, so the work is a flat list: `decode_work_list` cuts the c
 alone (a CUDA graph can hold it); surplus programs exit. The only item of a row writes the row's
 output; several leave partial results, merged in fixed order by a second kernel. A row with context
 0 (dead) has no item, and the merge writes its zeros.
+
+A sliding window is a matter of the list alone: items cover a context's last `window` tokens, so
+nothing before is read and no item lies outside.
 """
 
 from typing import NamedTuple
@@ -39,7 +42,7 @@ _MIN_ROWS_PAD = 128  # fewer sizes, fewer compilations
 
 
 class WorkList(NamedTuple):
-    """How the contexts of one step are cut; the same for every layer.
+    """How the contexts of one step are cut; the same for every layer of one window.
 
     items: int32 [W, 3], (row, start, end) in tokens; start = end = 0 in surplus items.
     item_offsets: int32 [S + 1]: row s owns items item_offsets[s] .. item_offsets[s + 1].
@@ -58,22 +61,27 @@ def _work_list_kernel(
     max_split_items,  # at most so many more items than rows
     MIN_CHUNK: tl.constexpr,
     ROWS_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = none
 ):
     item = tl.program_id(0)
     row = tl.arange(0, ROWS_PAD)
     context = tl.load(context_lens + row, mask=row < num_rows, other=0)
-    total = tl.sum(context.to(tl.int64), axis=0)
+    seen = context
+    if WINDOW > 0:
+        seen = tl.minimum(context, WINDOW)
+    total = tl.sum(seen.to(tl.int64), axis=0)
     # A multiple of MIN_CHUNK: no item but a row's last ends inside a tile.
     even = (total + max_split_items - 1) // max_split_items
     chunk = ((even + MIN_CHUNK - 1) // MIN_CHUNK * MIN_CHUNK).to(tl.int32)
     chunk = tl.maximum(chunk, MIN_CHUNK)
-    num_items = (context + chunk - 1) // chunk
+    num_items = (seen + chunk - 1) // chunk
     ends = tl.cumsum(num_items, axis=0)
 
     # The item's row is the number of rows whose items all come before it; only that row's lane
     # contributes to the sums below, and none does for a surplus item.
     mine = (ends > item) & (ends - num_items <= item)
-    start = tl.sum(tl.where(mine, (item - (ends - num_items)) * chunk, 0), axis=0)
+    from_first = (item - (ends - num_items)) * chunk
+    start = tl.sum(tl.where(mine, context - seen + from_first, 0), axis=0)
     context_len = tl.sum(tl.where(mine, context, 0), axis=0)
     tl.store(items + item * 3, tl.sum(tl.where(mine, row, 0), axis=0))
     tl.store(items + item * 3 + 1, start)
@@ -105,6 +113,7 @@ def _paged_decode_kernel(
     D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # 0 = none
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -132,7 +141,7 @@ def _paged_decode_kernel(
             k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, True
         )
         row_max, row_sum, acc = attend_tile(
-            query, k, v, True, row_max, row_sum, acc, scale_log2, True
+            query, k, v, True, row_max, row_sum, acc, scale_log2, True, SOFT_CAP, False
         )
     # At most one tile. A loop rather than an `if`: its loads are pipelined too, and the dots keep
     # the first loop's registers (float32 would spill otherwise).
@@ -143,7 +152,7 @@ def _paged_decode_kernel(
         )
         visible = (token < end)[None, :]
         row_max, row_sum, acc = attend_tile(
-            query, k, v, visible, row_max, row_sum, acc, scale_log2, False
+            query, k, v, visible, row_max, row_sum, acc, scale_log2, False, SOFT_CAP, False
         )
 
     result = acc / row_sum[:, None]
@@ -197,7 +206,11 @@ def _merge_kernel(
 
 
 def work_list_launch(
-    work: WorkList, context_lens: Tensor, *, min_chunk: int = _MIN_CHUNK_TOKENS
+    work: WorkList,
+    context_lens: Tensor,
+    *,
+    window: int | None = None,
+    min_chunk: int = _MIN_CHUNK_TOKENS,
 ) -> Launch:
     num_items, num_rows = work.items.shape[0], context_lens.shape[0]
     return Launch(
@@ -207,6 +220,7 @@ def work_list_launch(
         constants={
             "MIN_CHUNK": min_chunk,
             "ROWS_PAD": max(_MIN_ROWS_PAD, next_power_of_2(num_rows)),
+            "WINDOW": window or 0,
         },
         num_warps=4,
     )
@@ -216,6 +230,7 @@ def decode_work_list(
     context_lens: Tensor,
     num_kv_heads: int,
     *,
+    window: int | None = None,
     num_sms: int | None = None,
     min_chunk: int = _MIN_CHUNK_TOKENS,
 ) -> WorkList:
@@ -235,7 +250,7 @@ def decode_work_list(
         items=torch.empty((num_items, 3), dtype=torch.int32, device=device),
         item_offsets=torch.empty(num_rows + 1, dtype=torch.int32, device=device),
     )
-    work_list_launch(work, context_lens, min_chunk=min_chunk).run()
+    work_list_launch(work, context_lens, window=window, min_chunk=min_chunk).run()
     return work
 
 
@@ -257,6 +272,8 @@ def paged_decode_launches(
     block_table: Tensor,
     work: WorkList,
     scale: float,
+    *,
+    soft_cap: float | None = None,
 ) -> tuple[Launch, Launch]:
     """Attention over the items, then the merge."""
     num_rows, num_heads, head_dim = q.shape
@@ -279,6 +296,7 @@ def paged_decode_launches(
             "D_PAD": head_dim_padded,
             "ROWS": _ROWS,
             "TILE": tile,
+            "SOFT_CAP": soft_cap or 0.0,
         },
         num_warps=4,
         num_stages=num_stages,
@@ -301,13 +319,17 @@ def paged_decode(
     context_lens: Tensor,
     scale: float,
     *,
+    window: int | None = None,
+    soft_cap: float | None = None,
     work: WorkList | None = None,
 ) -> Tensor:
     """[S, H, D] in q's dtype; zeros for rows with context 0.
 
     q: [S, H, D], H / K <= 16. k_cache, v_cache: [N, K, B, D]. block_table: int32 [S, M], read up
     to a row's context only. context_lens: int32 [S], the new token included.
-    work: from `decode_work_list`, if the caller shares one among the layers of a step.
+    window: keys that a query sees, itself included; soft_cap: scores become
+    soft_cap * tanh(score / soft_cap). work: from `decode_work_list` for the same window, if the
+    caller shares one among the layers of a step.
     """
     check_cache(q, k_cache, v_cache, block_table)
     num_rows, num_heads, _ = q.shape
@@ -317,12 +339,13 @@ def paged_decode(
     if not num_rows:
         return out
     if work is None:
-        work = decode_work_list(context_lens, k_cache.shape[1])
+        work = decode_work_list(context_lens, k_cache.shape[1], window=window)
     num_items = work.items.shape[0]
     partial_out = torch.empty((num_items, *q.shape[1:]), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
     for launch in paged_decode_launches(
-        out, partial_out, partial_lse, q, k_cache, v_cache, block_table, work, scale
+        *(out, partial_out, partial_lse, q, k_cache, v_cache, block_table, work, scale),
+        soft_cap=soft_cap,
     ):
         launch.run()
     return out
@@ -335,11 +358,16 @@ def paged_decode_reference(
     block_table: Tensor,
     context_lens: Tensor,
     scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for row, length in enumerate(context_lens.tolist()):
         if length:
             k = gather_kv(k_cache, block_table[row], length)
             v = gather_kv(v_cache, block_table[row], length)
-            out[row] = attention_reference(q[row : row + 1], k, v, length - 1, scale)[0]
+            out[row] = attention_reference(
+                q[row : row + 1], k, v, length - 1, scale, window, soft_cap
+            )[0]
     return out

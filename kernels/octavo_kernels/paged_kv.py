@@ -3,6 +3,8 @@
     s = q k^T * scale      m' = max(m, s)      p = exp(s - m')
     l' = l exp(m - m') + sum(p)                acc' = acc exp(m - m') + p v
 
+With a soft cap c (Gemma Team, "Gemma 2", 2024) the score s becomes c tanh(s / c) first.
+
 Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 "FlashAttention", 2022. Exponentials are base 2: `scale_log2` is the softmax scale times log2(e).
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from octavo_kernels.launch import offset64
 
 LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -65,19 +68,29 @@ def attend_tile(
     acc,  # [ROWS, D_PAD] float32
     scale_log2,
     IS_FULL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # 0 = none
+    MAY_START_HIDDEN: tl.constexpr,
 ):
     """(row_max, row_sum, acc) after one more tile.
 
-    The first tile must show every row at least one token: then no maximum is ever -inf again
-    and no difference of maxima is NaN.
+    Unless MAY_START_HIDDEN the first tile must show every row at least one token: then no maximum
+    is ever -inf again and no difference of maxima is NaN.
     """
     # "ieee": for float32 the default would be TF32; other dtypes don't mind.
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if SOFT_CAP > 0:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite.
+        tanh = 1.0 - 2.0 / (tl.exp2(score * (2.0 / SOFT_CAP)) + 1.0)
+        score = tanh * (SOFT_CAP * _LOG2_E)
     if not IS_FULL:
         score = tl.where(visible, score, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(score, axis=1))
-    weight = tl.exp2(score - new_max[:, None])
-    decay = tl.exp2(row_max - new_max)
+    base = new_max
+    if MAY_START_HIDDEN:
+        # A row that saw nothing yet: its weights are exp(-inf - 0) = 0, not exp(-inf + inf).
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(score - base[:, None])
+    decay = tl.exp2(row_max - base)
     row_sum = row_sum * decay + tl.sum(weight, axis=1)
     acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return new_max, row_sum, acc
@@ -108,14 +121,26 @@ def gather_kv(cache: Tensor, block_table_row: Tensor, num_tokens: int) -> Tensor
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, first_position: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_position: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention in float32: q [L, H, D] at positions first_position.., k and v [P, K, D]."""
+    first_key = 0 if window is None else max(first_position - window + 1, 0)
+    k, v = k[first_key:], v[first_key:]
     group_size = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
     score = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     query_position = first_position + torch.arange(q.shape[0], device=q.device)
-    key_position = torch.arange(k.shape[0], device=q.device)
+    key_position = first_key + torch.arange(k.shape[0], device=q.device)
     hidden = key_position[None, :] > query_position[:, None]
+    if window is not None:
+        hidden |= key_position[None, :] <= query_position[:, None] - window
+    if soft_cap is not None:
+        score = soft_cap * torch.tanh(score / soft_cap)
     weight = score.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weight, v).to(q.dtype)

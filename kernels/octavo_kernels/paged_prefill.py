@@ -7,8 +7,9 @@ tokens, whose keys and values (the chunk's too) are in the paged cache already. 
 "FlashAttention-2", 2023, over the block tables of Kwon et al., "PagedAttention", 2023.
 
 A program takes ROWS rows of one chunk and one kv head; a row is a (token, query head of the group)
-pair, so keys are shared by a group whatever its size. Tiles of keys that all its tokens see come
-first and without a mask, then those on the diagonal.
+pair, so keys are shared by a group whatever its size. Tiles of keys that all its tokens see need no
+mask; those on the diagonal follow. With a sliding window (a query sees the last `window` keys,
+itself included) the first tile starts at the first key that any row sees: none before it is read.
 """
 
 from itertools import pairwise
@@ -49,6 +50,8 @@ def _paged_prefill_kernel(
     D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = none
+    SOFT_CAP: tl.constexpr,  # 0 = none
 ):
     TOKENS: tl.constexpr = ROWS // G  # rows that are left over are masked
     # The last tokens of a chunk see the most keys: the longest programs start first.
@@ -75,21 +78,41 @@ def _paged_prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    #  0 .. full_end: seen by all rows | full_end .. end: the diagonal | end ..: seen by none
-    full_end = (history + first + 1) // TILE * TILE
+    # begin .. full_start: the window's border | full_start .. full_end: seen by all rows |
+    # full_end .. end: the diagonal | before begin, from end on: seen by none
     end = history + tl.minimum(first + TOKENS, q_len)
-    for tile in range(0, full_end, TILE):
+    if WINDOW > 0:
+        begin = tl.maximum(history + first + 1 - WINDOW, 0)
+        full_end = begin + (history + first + 1 - begin) // TILE * TILE
+        border = tl.maximum(end - WINDOW - begin, 0)
+        full_start = tl.minimum(begin + (border + TILE - 1) // TILE * TILE, full_end)
+        position = tl.minimum(position, end - 1)  # dead rows too see something
+        for tile in range(begin, full_start, TILE):
+            key = tile + tl.arange(0, TILE)
+            k, v = load_kv(
+                k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, True
+            )
+            visible = key[None, :] > position[:, None] - WINDOW
+            row_max, row_sum, acc = attend_tile(
+                query, k, v, visible, row_max, row_sum, acc, scale_log2, False, SOFT_CAP, True
+            )
+    else:
+        full_start = 0
+        full_end = (history + first + 1) // TILE * TILE
+    for tile in range(full_start, full_end, TILE):
         key = tile + tl.arange(0, TILE)
         k, v = load_kv(k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, True)
         row_max, row_sum, acc = attend_tile(
-            query, k, v, True, row_max, row_sum, acc, scale_log2, True
+            query, k, v, True, row_max, row_sum, acc, scale_log2, True, SOFT_CAP, False
         )
     for tile in range(full_end, end, TILE):
         key = tile + tl.arange(0, TILE)
         k, v = load_kv(k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, False)
         visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
         row_max, row_sum, acc = attend_tile(
-            query, k, v, visible, row_max, row_sum, acc, scale_log2, False
+            query, k, v, visible, row_max, row_sum, acc, scale_log2, False, SOFT_CAP, WINDOW > 0
         )
 
     result = acc / row_sum[:, None]
@@ -116,6 +139,9 @@ def paged_prefill_launch(
     context_lens: Tensor,
     max_seqlen_q: int,
     scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Launch:
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     group_size = q.shape[1] // num_kv_heads
@@ -137,6 +163,8 @@ def paged_prefill_launch(
             "D_PAD": head_dim_padded,
             "ROWS": rows,
             "TILE": tile,
+            "WINDOW": window or 0,
+            "SOFT_CAP": soft_cap or 0.0,
         },
         num_warps=num_warps,
         num_stages=num_stages,
@@ -152,13 +180,17 @@ def paged_prefill(
     context_lens: Tensor,
     max_seqlen_q: int,
     scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """[T, H, D] in q's dtype.
 
     q: [T, H, D], the chunks one after another. cu_seqlens_q: int32 [C + 1], their borders in q.
     k_cache, v_cache: [N, K, B, D]. block_table: int32 [C, M], read up to a chunk's context only.
     context_lens: int32 [C], tokens before the chunk plus the chunk's. max_seqlen_q: at least the
-    longest chunk's tokens (the grid's size; the borders stay on the card).
+    longest chunk's tokens (the grid's size; the borders stay on the card). window: keys that a
+    query sees, itself included; soft_cap: scores become soft_cap * tanh(score / soft_cap).
     """
     check_cache(q, k_cache, v_cache, block_table)
     num_chunks = context_lens.shape[0]
@@ -170,6 +202,8 @@ def paged_prefill(
         paged_prefill_launch(
             *(out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens),
             *(max_seqlen_q, scale),
+            window=window,
+            soft_cap=soft_cap,
         ).run()
     return out
 
@@ -183,6 +217,9 @@ def paged_prefill_reference(
     context_lens: Tensor,
     max_seqlen_q: int,
     scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     borders = cu_seqlens_q.tolist()
     assert max(b - a for a, b in pairwise(borders)) <= max_seqlen_q
@@ -191,5 +228,6 @@ def paged_prefill_reference(
         start, end = borders[chunk], borders[chunk + 1]
         k = gather_kv(k_cache, block_table[chunk], length)
         v = gather_kv(v_cache, block_table[chunk], length)
-        out[start:end] = attention_reference(q[start:end], k, v, length - (end - start), scale)
+        history = length - (end - start)
+        out[start:end] = attention_reference(q[start:end], k, v, history, scale, window, soft_cap)
     return out

@@ -106,7 +106,9 @@ def paged_kv(
     dtype: torch.dtype,
     device: str,
     seed: int = 0,
+    first_seen: Sequence[int] | None = None,
 ) -> PagedKv:
+    """`first_seen`: tokens of a context before it are NaN too, as no window shows them."""
     blocks_of = [-(-length // block_size) for length in context_lens]
     num_blocks = sum(blocks_of) + 2
     poison_block = num_blocks - 1
@@ -128,6 +130,10 @@ def paged_kv(
             v_cache[block, :, :num_tokens] = normal(
                 *live, dtype=dtype, device="cpu", seed=seed + 2 * block + 1
             )
+            if first_seen is not None:
+                num_hidden = max(first_seen[row] - index * block_size, 0)
+                k_cache[block, :, :num_hidden] = torch.nan
+                v_cache[block, :, :num_hidden] = torch.nan
     return PagedKv(k_cache.to(device), v_cache.to(device), table.to(device))
 
 
@@ -159,6 +165,19 @@ def attention_factors(dtypes: Sequence[torch.dtype]) -> dict[str, Sequence[Any]]
         "num_kv_heads": (1, 2),
         "block_size": BLOCK_SIZES,
         "dtype": dtypes,
+    }
+
+
+def window_factors(dtypes: Sequence[torch.dtype]) -> dict[str, Sequence[Any]]:
+    """Windows around the borders of tiles and blocks, and one that hides nothing."""
+    return {
+        "head_dim": (64, 80),
+        "group_size": (1, 4),
+        "num_kv_heads": (1, 2),
+        "block_size": BLOCK_SIZES,
+        "dtype": dtypes,
+        "window": (1, 16, 65, 1000),
+        "soft_cap": (None, 30.0),
     }
 
 

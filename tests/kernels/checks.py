@@ -109,6 +109,10 @@ def check_rope_and_cache(case: dict[str, Any], device: str) -> None:
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol, equal_nan=True)
 
 
+def _options(case: dict[str, Any]) -> dict[str, Any]:
+    return {name: case[name] for name in ("window", "soft_cap") if name in case}
+
+
 def decode_lengths(block_size: int, tile: int, chunk: int) -> list[int]:
     borders = (block_size, tile, chunk, 2 * chunk)
     around = {border + delta for border in borders for delta in (-1, 0, 1)}
@@ -118,6 +122,7 @@ def decode_lengths(block_size: int, tile: int, chunk: int) -> list[int]:
 def check_paged_decode(case: dict[str, Any], device: str, *, min_chunk: int, long: int) -> None:
     """Contexts around every border, most of them split; `long` is one more context."""
     dtype, head_dim, num_kv_heads = case["dtype"], case["head_dim"], case["num_kv_heads"]
+    window, options = case.get("window"), _options(case)
     lengths = [*decode_lengths(case["block_size"], 64, min_chunk), long]
     kv = paged_kv(
         lengths,
@@ -126,22 +131,27 @@ def check_paged_decode(case: dict[str, Any], device: str, *, min_chunk: int, lon
         block_size=case["block_size"],
         dtype=dtype,
         device=device,
+        first_seen=None if window is None else [length - window for length in lengths],
     )
     num_heads = num_kv_heads * case["group_size"]
     q = strided_rows(normal(len(lengths), num_heads, head_dim, dtype=dtype, device=device, seed=7))
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     scale = head_dim**-0.5
     arguments = (q, kv.k_cache, kv.v_cache, kv.block_table, context_lens, scale)
-    expected = paged_decode_reference(*arguments)
+    expected = paged_decode_reference(*arguments, **options)
     with poisoned_outputs():
-        work = decode_work_list(context_lens, num_kv_heads, num_sms=8, min_chunk=min_chunk)
-        split = paged_decode(*arguments, work=work)
-        whole = decode_work_list(context_lens, num_kv_heads, num_sms=1, min_chunk=2**20)
-        alone = paged_decode(*arguments, work=whole)
+        work = decode_work_list(
+            context_lens, num_kv_heads, window=window, num_sms=8, min_chunk=min_chunk
+        )
+        split = paged_decode(*arguments, **options, work=work)
+        whole = decode_work_list(
+            context_lens, num_kv_heads, window=window, num_sms=1, min_chunk=2**20
+        )
+        alone = paged_decode(*arguments, **options, work=whole)
     assert int(whole.item_offsets.diff().max()) == 1
     counts = work.item_offsets.diff()
     assert (counts == 0).tolist() == [length == 0 for length in lengths]
-    assert int(counts.max()) > 1
+    assert (int(counts.max()) > 1) == (window is None or window > min_chunk)
     assert_near(split, expected)
     assert_near(alone, expected)
     assert bool((split[context_lens == 0] == 0).all())
@@ -150,6 +160,7 @@ def check_paged_decode(case: dict[str, Any], device: str, *, min_chunk: int, lon
 def check_paged_prefill(case: dict[str, Any], device: str, chunks: list[tuple[int, int]]) -> None:
     """`chunks`: (computed tokens before, tokens of the chunk)."""
     dtype, head_dim, num_kv_heads = case["dtype"], case["head_dim"], case["num_kv_heads"]
+    window, options = case.get("window"), _options(case)
     lengths = [history + length for history, length in chunks]
     kv = paged_kv(
         lengths,
@@ -158,6 +169,7 @@ def check_paged_prefill(case: dict[str, Any], device: str, chunks: list[tuple[in
         block_size=case["block_size"],
         dtype=dtype,
         device=device,
+        first_seen=None if window is None else [history - window + 1 for history, _ in chunks],
     )
     borders = torch.tensor([0, *(length for _, length in chunks)]).cumsum(0)
     num_tokens = int(borders[-1])
@@ -172,8 +184,8 @@ def check_paged_prefill(case: dict[str, Any], device: str, chunks: list[tuple[in
         *(max_seqlen_q, head_dim**-0.5),
     )
     with poisoned_outputs():
-        out = paged_prefill(*arguments)
-    assert_near(out, paged_prefill_reference(*arguments))
+        out = paged_prefill(*arguments, **options)
+    assert_near(out, paged_prefill_reference(*arguments, **options))
 
 
 def check_far_caches(dtype: torch.dtype, device: str) -> None:
@@ -344,12 +356,12 @@ def draw_many(
 
 
 def check_work_list(device: str) -> None:
-    """Items cover each row's context exactly, in order, whatever the split."""
+    """Items cover what each row sees of its context exactly, in order, whatever the split."""
     for lengths in ([0], [1], [0, 0, 0], [5000], [300, 0, 17, 4096, 1, 256, 257, 0], [64] * 130):
         context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        for num_kv_heads, num_sms in ((1, 2), (8, 32)):
+        for num_kv_heads, num_sms, window in ((1, 2, None), (8, 32, None), (1, 2, 600)):
             with poisoned_outputs():
-                work = decode_work_list(context_lens, num_kv_heads, num_sms=num_sms)
+                work = decode_work_list(context_lens, num_kv_heads, window=window, num_sms=num_sms)
             items, offsets = work.items.tolist(), work.item_offsets.tolist()
             assert offsets[0] == 0
             assert offsets[-1] <= len(items)
@@ -359,7 +371,7 @@ def check_work_list(device: str) -> None:
                 cuts = [item[1] for item in mine] + [item[2] for item in mine[-1:]]
                 assert cuts == sorted(set(cuts))
                 assert [item[2] for item in mine] == cuts[1:]
-                assert (cuts or [0])[0] == 0
+                assert (cuts or [0])[0] == (max(length - window, 0) if window else 0)
                 assert (cuts or [0])[-1] == length
             assert all(start >= end for _, start, end in items[offsets[-1] :])
 

@@ -35,6 +35,15 @@ ATTENTION += [
 ]
 
 
+_GEMMA = {"head_dim": 256, "heads": (8, 4), "block_size": 16, "dtype": torch.bfloat16}
+_MISTRAL = {"head_dim": 128, "heads": (32, 8), "block_size": 16, "dtype": torch.bfloat16}
+CAPPED = [
+    _GEMMA | {"soft_cap": 50.0},
+    _GEMMA | {"window": 4096, "soft_cap": 50.0},
+    _GEMMA | {"head_dim": 64, "dtype": torch.float32, "window": 512, "soft_cap": 50.0},
+]
+
+
 def _tensor(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -103,7 +112,7 @@ def test_rope_and_cache(case: dict) -> None:
     _check(rope_and_cache_launch(q, kv, q, kv, kv, cos_sin, *places, cache, cache))
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=case_id)
+@pytest.mark.parametrize("case", [*ATTENTION, *CAPPED[1:]], ids=case_id)
 def test_paged_decode(case: dict) -> None:
     dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
@@ -112,27 +121,32 @@ def test_paged_decode(case: dict) -> None:
     partial_lse = _float32(NUM_ITEMS, num_heads)
     table = _int32(NUM_TOKENS, MAX_BLOCKS)
     attend, merge = paged_decode_launches(
-        q, partial_out, partial_lse, q, cache, cache, table, _work(), 0.125
+        *(q, partial_out, partial_lse, q, cache, cache, table, _work(), 0.125),
+        soft_cap=case.get("soft_cap"),
     )
     # 16 rows are too few for wgmma, which takes 64.
     _check_attention(attend, dtype, hopper="mma.sync")
     _check(merge)
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=case_id)
+@pytest.mark.parametrize("case", [*ATTENTION, *CAPPED, _MISTRAL | {"window": 4096}], ids=case_id)
 def test_paged_prefill(case: dict) -> None:
     dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
     cache = _tensor(100, num_kv_heads, case["block_size"], head_dim, dtype=dtype)
     table = _int32(NUM_TOKENS, MAX_BLOCKS)
     launch = paged_prefill_launch(
-        *(q, q, cache, cache, table, _int32(NUM_TOKENS + 1), _int32(NUM_TOKENS)), 512, 0.125
+        *(q, q, cache, cache, table, _int32(NUM_TOKENS + 1), _int32(NUM_TOKENS)),
+        *(512, 0.125),
+        window=case.get("window"),
+        soft_cap=case.get("soft_cap"),
     )
     _check_attention(launch, dtype, hopper="wgmma.mma_async")
 
 
-def test_work_list() -> None:
-    _check(work_list_launch(_work(), _int32(NUM_TOKENS)))
+@pytest.mark.parametrize("window", [None, 4096])
+def test_work_list(window: int | None) -> None:
+    _check(work_list_launch(_work(), _int32(NUM_TOKENS), window=window))
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 128_256, 151_936, 50_257])

@@ -7,12 +7,24 @@ import torch
 
 from octavo_kernels.paged_decode import paged_decode, paged_decode_reference
 from tests.kernels import checks
-from tests.kernels.cases import attention_factors, case_id, paged_kv, pairwise
+from tests.kernels.cases import (
+    HEAD_DIMS,
+    attention_factors,
+    case_id,
+    paged_kv,
+    pairwise,
+    window_factors,
+)
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = pairwise(attention_factors(DTYPES), count=60)
+WINDOWED = pairwise(
+    window_factors(DTYPES)
+    | {"head_dim": HEAD_DIMS, "window": (1, 5, 16, 17, 63, 64, 65, 100, 999)},
+    count=60,
+)
 LLAMA = {"head_dim": 128, "group_size": 4, "num_kv_heads": 8, "block_size": 16}
 
 
@@ -28,6 +40,13 @@ def test_paged_prefill(case: dict[str, Any]) -> None:
     ragged = [(0, 1), (5, 0), (0, block_size + 1), (block_size, block_size), (70, 2), (31, 45)]
     around_tiles = [(0, 127), (0, 128), (0, 129), (63, 65), (64, 64), (65, 63), (1000, 333)]
     checks.check_paged_prefill(case, "cuda", ragged + around_tiles)
+
+
+@pytest.mark.parametrize("case", WINDOWED, ids=case_id)
+def test_windows_and_soft_caps(case: dict[str, Any]) -> None:
+    checks.check_paged_decode(case, "cuda", min_chunk=64, long=3001)
+    around_tiles = [(0, 127), (0, 128), (0, 129), (63, 65), (64, 64), (65, 63), (1000, 333)]
+    checks.check_paged_prefill(case, "cuda", [(5, 0), (70, 2), *around_tiles])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

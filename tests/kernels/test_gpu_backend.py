@@ -75,8 +75,10 @@ def _run(backend: CpuBackend | CudaBackend, device: str) -> dict[str, torch.Tens
     results["sum_norm"], results["sum"] = backend.add_rms_norm(x, x, weight, 1e-5)
     q, k = backend.rope_and_cache(q, k, v, cos_sin, inputs.positions, inputs.slot_mapping, *caches)
     results |= {"q": q, "k": k}
-    first, options = inputs.num_prefill_tokens, AttentionOptions(scale=0.1)
-    for layer in range(2):
+    first = inputs.num_prefill_tokens
+    # Two layers of a step that share their work list, and two of other windows.
+    for layer, (window, soft_cap) in enumerate(((None, None), (None, 5.0), (30, None), (7, 2.0))):
+        options = AttentionOptions(scale=0.1, window=window, soft_cap=soft_cap)
         results[f"prefill{layer}"] = backend.prefill_attention(q[:first], *caches, inputs, options)
         results[f"decode{layer}"] = backend.decode_attention(q[first:], *caches, inputs, options)
     return {name: value.cpu() for name, value in results.items()}

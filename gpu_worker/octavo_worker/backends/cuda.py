@@ -18,7 +18,7 @@ class CudaBackend:
 
     def __init__(self) -> None:
         self._inputs: StepInputs | None = None
-        self._work: paged_decode.WorkList | None = None
+        self._work: dict[int | None, paged_decode.WorkList] = {}
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm.rms_norm(x, weight, eps)
@@ -54,7 +54,6 @@ class CudaBackend:
         inputs: StepInputs,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        assert (options.window, options.soft_cap) == (None, None), options
         return paged_prefill.paged_prefill(
             q,
             k_cache,
@@ -64,6 +63,8 @@ class CudaBackend:
             inputs.prefill_context_lens,
             inputs.max_seqlen_q,
             options.scale,
+            window=options.window,
+            soft_cap=options.soft_cap,
         )
 
     def decode_attention(
@@ -74,7 +75,6 @@ class CudaBackend:
         inputs: StepInputs,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        assert (options.window, options.soft_cap) == (None, None), options
         return paged_decode.paged_decode(
             q,
             k_cache,
@@ -82,7 +82,9 @@ class CudaBackend:
             inputs.decode_block_table,
             inputs.decode_context_lens,
             options.scale,
-            work=self._work_list(inputs, num_kv_heads=k_cache.shape[1]),
+            window=options.window,
+            soft_cap=options.soft_cap,
+            work=self._work_list(inputs, k_cache.shape[1], options.window),
         )
 
     def sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -100,11 +102,15 @@ class CudaBackend:
         # sent may still look its last token up, and an id out of range kills the whole device.
         return tokens.clamp_(min=0)
 
-    def _work_list(self, inputs: StepInputs, num_kv_heads: int) -> paged_decode.WorkList | None:
-        """How the step's contexts are cut: made once a step, the same for every layer."""
+    def _work_list(
+        self, inputs: StepInputs, num_kv_heads: int, window: int | None
+    ) -> paged_decode.WorkList:
+        """How the step's contexts are cut: made once a step for all layers of one window."""
         if inputs is not self._inputs:
             self._inputs = inputs
-            self._work = None
-            if inputs.num_decode_rows > 0:
-                self._work = paged_decode.decode_work_list(inputs.decode_context_lens, num_kv_heads)
-        return self._work
+            self._work = {}
+        if window not in self._work:
+            self._work[window] = paged_decode.decode_work_list(
+                inputs.decode_context_lens, num_kv_heads, window=window
+            )
+        return self._work[window]
