@@ -49,7 +49,7 @@ def read_fields(folder: Path) -> Fields:
     """config.json in the words of Llama's, over the family's defaults."""
     fields = read_json(folder / "config.json")
     family = family_of(fields)
-    return {**family.defaults, **family.translate(fields)}
+    return family.translate({**family.defaults, **fields})
 
 
 def stored_dtype(fields: Fields) -> torch.dtype | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.fields import Fields
-from octavo_worker.models.layouts import LLAMA, Layout, glm, phi3
+from octavo_worker.models.layouts import LLAMA, Layout, chatglm, glm, phi3, qwen1
 
 
 def _no_window(fields: Fields) -> int | None:  # noqa: ARG001 - one signature for all rules
@@ -55,13 +55,14 @@ def _rope_by_layer(fields: Fields) -> tuple[bool, ...]:
 class Family:
     """A row of the table. Bias flags: None = what the config's flag says, else fixed.
 
-    `translate`: config.json's fields -> the same in the words of Llama's. `partial_rotary`: whether
-    `partial_rotary_factor` may be below 1.
+    `aliases`: other names of the architecture. `translate`: the fields, in the words of Llama's.
+    `partial_rotary`: whether `partial_rotary_factor` may be below 1.
     """
 
     architecture: str
     model_type: str
     defaults: Fields
+    aliases: tuple[str, ...] = ()
     layout: Layout = LLAMA
     translate: Callable[[Fields], Fields] = dict
     qkv_bias: bool | None = None
@@ -197,6 +198,28 @@ FAMILIES = (
         sandwich_norms=True,
         partial_rotary=True,
     ),
+    Family(  # ChatGLM2, ChatGLM3 and GLM-4 as their authors store them
+        "ChatGLMModel",
+        "chatglm",
+        {**_DEFAULTS, **chatglm.DEFAULTS, "eos_token_id": 2},
+        aliases=("ChatGLMForConditionalGeneration",),
+        layout=chatglm.LAYOUT,
+        translate=chatglm.translate,
+        o_bias=False,
+        mlp_bias=False,
+        partial_rotary=True,
+    ),
+    Family(  # the first Qwen
+        "QWenLMHeadModel",
+        "qwen",
+        {**_DEFAULTS, **qwen1.DEFAULTS, "max_position_embeddings": 8192},
+        layout=qwen1.LAYOUT,
+        translate=qwen1.translate,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        partial_rotary=True,
+    ),
 )
 
 
@@ -207,7 +230,7 @@ def family_of(fields: Fields) -> Family:
     """
     architectures = fields.get("architectures") or []
     for family in FAMILIES:
-        named = family.architecture in architectures
+        named = any(name in architectures for name in (family.architecture, *family.aliases))
         if named or (not architectures and family.model_type == fields.get("model_type")):
             return family
     named = ", ".join(map(str, architectures)) or f"of model_type {fields.get('model_type')!r}"

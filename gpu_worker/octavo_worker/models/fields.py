@@ -33,3 +33,12 @@ def flag(fields: Fields, name: str, fixed: bool | None = None) -> bool:
     if not isinstance(value, bool):
         raise ConfigurationError(f"config.json: {name}={value!r} must be true or false")
     return value
+
+
+def require(fields: Fields, computed: Fields) -> None:
+    """Refuse fields with another value than the one that is computed; absent ones may be."""
+    for name, value in computed.items():
+        if fields.get(name, value) != value:
+            raise ConfigurationError(
+                f"config.json: {name}={fields[name]!r} isn't supported; supported: {value!r}"
+            )

@@ -1,8 +1,8 @@
 """Phi-3, Phi-3.5 and Phi-4: q, k and v are one stored tensor, gate and up another."""
 
 from collections.abc import Mapping
-from typing import Any
 
+from octavo_worker.models.fields import Fields
 from octavo_worker.models.layouts.layout import Layout, fused
 
 LAYOUT = Layout(
@@ -11,7 +11,7 @@ LAYOUT = Layout(
 )
 
 
-def translate(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def translate(fields: Fields) -> Fields:
     """Old files call the scaling "su", or "yarn", which it isn't."""
     scaling = fields.get("rope_scaling")
     if not isinstance(scaling, Mapping) or scaling.get("type") not in ("su", "yarn"):
