@@ -29,6 +29,10 @@ class Place(Protocol):
         ...
 
 
+class BadValuesError(Exception):
+    """What a `take` raises for a stored tensor whose values can't be right; says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """The place of one stored tensor, or of a part of one (`FusedSlot`).

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.config import read_json
-from octavo_worker.slots import FLOATS, Place, Slot
+from octavo_worker.slots import FLOATS, BadValuesError, Place, Slot
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,9 +69,13 @@ class Checkpoint:
     Other safetensors files in the folder are nobody's business. Use as a context manager.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Open and check all files. Raises ConfigurationError naming the file or tensor."""
+    def __init__(self, folder: Path, *, base_name: str | None = None) -> None:
+        """Open and check all files. Raises ConfigurationError naming the file or tensor.
+
+        `base_name`: of the one file, without .safetensors, where it isn't called as usual.
+        """
         self.folder = folder
+        self._base_name = base_name
         self._stack = ExitStack()
         try:
             self.tensors = self._open()
@@ -104,12 +108,24 @@ class Checkpoint:
             return self._open_file(single)
         if index.exists():
             return self._open_shards(index)
+        if self._base_name is not None:
+            return self._open_file(self._other_single())
         found = sorted(path.name for path in self.folder.glob("*.safetensors"))
         raise ConfigurationError(
             f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
             + (f" (but {', '.join(found[:4])})" if found else "")
             + "; other formats than safetensors must be converted first"
         )
+
+    def _other_single(self) -> Path:
+        name = f"{self._base_name}.safetensors"
+        path = self.folder / name
+        if Path(name).name != name or not path.exists():
+            raise ConfigurationError(
+                f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} nor {name!r}, which "
+                "quantize_config.json names, is there"
+            )
+        return path
 
     def _open_shards(self, index: Path) -> dict[str, StoredTensor]:
         weight_map = _weight_map(index)
@@ -230,7 +246,11 @@ def load_weights(
     done = 0
     by_file = sorted(slots, key=lambda name: str(checkpoint.tensors[name].path))
     for name in by_file:
-        slots[name].load(checkpoint.read(name))
+        try:
+            slots[name].load(checkpoint.read(name))
+        except BadValuesError as error:
+            path = checkpoint.tensors[name].path
+            raise ConfigurationError(f"{path}: tensor {name} {error}") from None
         done += checkpoint.tensors[name].num_bytes
         if progress is not None:
             progress(done / total)

@@ -1,22 +1,41 @@
 """Models: from a folder to a decoder on a device. Entry point: `load_model`.
 
 `families` says what an architecture's name means, `layouts` how its checkpoints name and store
-what, `config` reads the folder, `rope` makes the position table, `decoder` computes.
-Must not know: requests, rows, sampling.
+what, `config` reads the folder, `rope` makes the position table, `decoder` computes, `quantized`
+makes the linear layers of quantised checkpoints. Must not know: requests, rows, sampling.
 """
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from octavo_worker.models.config import ModelConfig, choose_dtype, read_fields, stored_dtype
+from octavo.errors import ConfigurationError
+from octavo_worker.models.config import (
+    ModelConfig,
+    choose_dtype,
+    read_fields,
+    read_gptq_fields,
+    stored_dtype,
+)
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
 from octavo_worker.models.families import FAMILIES, Family
-from octavo_worker.weights import Checkpoint, Progress, choose_head, fill_random, load_weights
+from octavo_worker.models.quantized import QuantMaker
+from octavo_worker.weights import (
+    Checkpoint,
+    Progress,
+    StoredTensor,
+    choose_head,
+    fill_random,
+    load_weights,
+)
 
 if TYPE_CHECKING:
     from octavo_worker.parallel.sharded import Exchange
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["FAMILIES", "Family", "Model", "ModelConfig", "load_model"]
 
@@ -46,13 +65,14 @@ def load_model(
     if load_format == "random":
         chosen = choose_dtype(dtype, stored, device)
         config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
-        model = _make_model(config, device, config.tie_word_embeddings, exchange)
+        model = _make_model(config, device, config.tie_word_embeddings, exchange, None)
         fill_random(model.slots(), seed=seed, std=config.initializer_range)
         model.finish()
         if progress is not None:
             progress(1.0)
         return model
-    with Checkpoint(folder) as checkpoint:
+    base_name = (read_gptq_fields(folder) or {}).get("model_file_base_name")
+    with Checkpoint(folder, base_name=base_name) as checkpoint:
         chosen = choose_dtype(dtype, stored or checkpoint.dtype(), device)
         config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
         layout = config.layout
@@ -63,7 +83,7 @@ def load_model(
             embed_name=embed_name,
             head_name=head_name,
         )
-        model = _make_model(config, device, head.tied, exchange)
+        model = _make_model(config, device, head.tied, exchange, checkpoint.tensors)
         slots = layout.stored(model.slots(), config.heads)
         slots[head.embed_name] = slots.pop(embed_name)
         ignored = (head_name,) if head.tied else ()
@@ -73,10 +93,21 @@ def load_model(
 
 
 def _make_model(
-    config: ModelConfig, device: torch.device, tied: bool, exchange: "Exchange | None"
+    config: ModelConfig,
+    device: torch.device,
+    tied: bool,
+    exchange: "Exchange | None",
+    stored: Mapping[str, StoredTensor] | None,
 ) -> Model:
+    """`stored`: the checkpoint's tensors by name; None = values will be drawn."""
+    make = None
+    if config.quantization is not None:
+        make = QuantMaker(config, config.quantization, device, stored)
+        _LOG.info("quantised: %s; computed with %s", config.quantization, make.form)
     if exchange is None:
-        return Model(config, device, tied=tied)
+        return Model(config, device, tied=tied, make=make)
+    if make is not None:
+        raise ConfigurationError("OCTAVO_TENSOR_PARALLEL: quantised models can't be shared out")
     # Only here: a worker that has its model to itself imports none of it.
     from octavo_worker.parallel.sharded import make_share
 

@@ -18,6 +18,7 @@ from octavo_worker.models.families import family_of
 from octavo_worker.models.fields import Fields, count, flag, positive
 from octavo_worker.models.layouts import Heads, Layout
 from octavo_worker.models.rope import RopeConfig
+from octavo_worker.quant import Quantization, quantization_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +51,12 @@ def read_fields(folder: Path) -> Fields:
     fields = read_json(folder / "config.json")
     family = family_of(fields)
     return family.translate({**family.defaults, **fields})
+
+
+def read_gptq_fields(folder: Path) -> dict[str, Any] | None:
+    """quantize_config.json, AutoGPTQ's own file; None if there is none."""
+    path = folder / "quantize_config.json"
+    return read_json(path) if path.exists() else None
 
 
 def stored_dtype(fields: Fields) -> torch.dtype | None:
@@ -92,7 +99,7 @@ class ModelConfig:
     normed too.
 
     `window`: keys that a query sees, itself included; None = all. `max_model_len` is never
-    above it, so that no query ever leaves its window.
+    above it, so that no query ever leaves its window. `quantization`: None = none.
     """
 
     architecture: str
@@ -119,6 +126,7 @@ class ModelConfig:
     initializer_range: float
     dtype: torch.dtype
     layout: Layout
+    quantization: Quantization | None = None
 
     @classmethod
     def from_folder(
@@ -163,6 +171,7 @@ class ModelConfig:
             initializer_range=positive(fields, "initializer_range"),
             dtype=dtype,
             layout=family.layout,
+            quantization=quantization_of(fields, read_gptq_fields(folder)),
         )
 
     @property
@@ -213,9 +222,10 @@ def _refuse_what_is_not_computed(fields: Fields) -> None:
         raise ConfigurationError(
             f"config.json: hidden_act={fields['hidden_act']!r} isn't supported; supported: silu"
         )
-    for name in ("quantization_config", "compression_config", "per_layer_config"):
-        if fields.get(name):
-            raise ConfigurationError(f"config.json: {name} isn't supported: {fields[name]!r:.200}")
+    if fields.get("per_layer_config"):
+        raise ConfigurationError(
+            f"config.json: per_layer_config isn't supported: {fields['per_layer_config']!r:.200}"
+        )
 
 
 def _max_model_len(fields: Fields, rope: RopeConfig, window: int | None, requested: int) -> int:

@@ -123,7 +123,7 @@ def test_other_architectures_are_refused_with_the_list(
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": "yes"}, "attention_bias='yes'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method='bitsandbytes'"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None"),

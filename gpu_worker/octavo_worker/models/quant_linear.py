@@ -1,0 +1,172 @@
+"""A linear layer of several stored parts, some of them quantised, and what it becomes.
+
+Parts hold tensors as they are stored while these are loaded. `finish` unpacks them, brings them
+into the form that is computed with, and lets the stored form go: called layer by layer, so that
+a model never lies in memory twice. Parts are joined where their inputs are grouped alike, else
+computed one by one. Must not know: decoders, files, configurations. Entry point: `QuantLinear`.
+
+T tokens, N outputs, K inputs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo_worker.quant import Codes, Quantization, Region, StoredForm
+from octavo_worker.quant.codes import join
+from octavo_worker.quant.stored import LayerSize
+from octavo_worker.slots import Slot
+
+
+class Piece(Protocol):
+    """Some of a layer's outputs, ready to be computed: [T, K] -> [T, n], without bias."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def num_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPiece:
+    """weight [n, K]."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+
+class QuantPart:
+    """One stored layer, or a rank's region of it, while it is loaded."""
+
+    def __init__(
+        self,
+        name: str,
+        quantization: Quantization,
+        size: LayerSize,
+        region: Region,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self._quantization = quantization
+        self._size = size
+        self._region = region
+        self._forms = quantization.forms(size)
+        self._raw = {form.suffix: _empty(form, size, region, device) for form in self._forms}
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        for form in self._forms:
+            slot = Slot(
+                self._raw[form.suffix],
+                shape=form.shape(self._size),
+                dtypes=form.dtypes,
+                take=partial(form.take, region=self._region),
+                fill=form.fill,
+                out_axis=form.out_axis,
+            )
+            yield f"{self.name}.{form.suffix}", slot
+
+    def codes(self) -> Codes:
+        return self._quantization.unpack(self._raw, self._region)
+
+
+class DensePart:
+    """One layer that is stored as it is, or a rank's region of it."""
+
+    def __init__(
+        self,
+        name: str,
+        size: tuple[int, int],
+        region: tuple[range, range],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self._shape = size
+        self._region = region
+        self.weight = torch.empty(*map(len, region), dtype=dtype, device=device)
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        outputs, inputs = self._region
+
+        def take(stored: Tensor) -> Tensor:
+            return stored[outputs.start : outputs.stop, inputs.start : inputs.stop]
+
+        yield f"{self.name}.weight", Slot(self.weight, shape=self._shape, take=take)
+
+
+def _empty(form: StoredForm, size: LayerSize, region: Region, device: torch.device) -> Tensor:
+    lengths = zip(form.shape(size), form.words(region), strict=True)
+    shape = [len(range(*words.indices(length))) for length, words in lengths]
+    return torch.empty(shape, dtype=form.dtype, device=device)
+
+
+Part = QuantPart | DensePart
+
+
+class QuantLinear:
+    """A layer of several parts, at least one of them quantised. See `Linear`."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        biases: Mapping[str, Slot],
+        bias: Tensor | None,
+        make_piece: Callable[[Codes], Piece],
+    ) -> None:
+        """`biases`: the slots of all stored biases, by name; `bias` [N]: where they are."""
+        self._parts = parts
+        self._biases = biases
+        self._bias = bias
+        self._make_piece = make_piece
+        self.pieces: tuple[Piece, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self.pieces) == 1:
+            y = self.pieces[0](x)
+        else:
+            y = torch.cat([piece(x) for piece in self.pieces], dim=-1)
+        return y if self._bias is None else y + self._bias
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        for part in self._parts:
+            yield from part.slots()
+        yield from self._biases.items()
+
+    def finish(self) -> None:
+        pieces: list[Piece] = []
+        alike: list[Codes] = []
+        for part in self._parts:
+            codes = part.codes() if isinstance(part, QuantPart) else None
+            if alike and (codes is None or not torch.equal(codes.groups, alike[0].groups)):
+                pieces.append(self._make_piece(join(alike)))
+                alike = []
+            if codes is not None:
+                alike.append(codes)
+            elif isinstance(part, DensePart):
+                pieces.append(PlainPiece(part.weight))
+        if alike:
+            pieces.append(self._make_piece(join(alike)))
+        self._parts, self._biases = (), {}
+        self.pieces = tuple(_joined(pieces))
+
+    def num_bytes(self) -> int:
+        """Once finished."""
+        bias = 0 if self._bias is None else self._bias.nbytes
+        return sum(piece.num_bytes() for piece in self.pieces) + bias
+
+
+def _joined(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Plain matrices as one."""
+    plain = [piece.weight for piece in pieces if isinstance(piece, PlainPiece)]
+    if len(plain) < len(pieces) or len(plain) == 1:
+        return pieces
+    return [PlainPiece(torch.cat(plain))]

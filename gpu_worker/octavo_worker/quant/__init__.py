@@ -1,0 +1,12 @@
+"""Quantised checkpoints: what a folder says of its format, and from stored tensors to codes.
+
+`choice` finds the format, `gptq`, `awq` and `compressed_tensors` know one each, `stored` is how
+they describe tensors, `codes` what all of them become. Must not know: layers, kernels. Entry
+point: `quantization_of`.
+"""
+
+from octavo_worker.quant.choice import quantization_of
+from octavo_worker.quant.codes import Codes
+from octavo_worker.quant.stored import Quantization, Region, StoredForm
+
+__all__ = ["Codes", "Quantization", "Region", "StoredForm", "quantization_of"]

@@ -1,0 +1,54 @@
+"""Which format a folder is in, from what its configuration says. Entry point: `quantization_of`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.errors import ConfigurationError
+from octavo_worker.quant.awq import Awq
+from octavo_worker.quant.compressed_tensors import CompressedTensors
+from octavo_worker.quant.fields import FieldReader
+from octavo_worker.quant.gptq import Gptq
+from octavo_worker.quant.stored import Quantization
+
+_FORMATS: Mapping[str, Callable[[FieldReader], Quantization]] = {
+    "awq": Awq.from_fields,
+    "compressed-tensors": CompressedTensors.from_fields,
+    "gptq": Gptq.from_fields,
+}
+_SAME = ("bits", "group_size", "desc_act", "sym", "checkpoint_format")
+
+
+def quantization_of(
+    config: Mapping[str, Any], gptq: Mapping[str, Any] | None
+) -> Quantization | None:
+    """The format that `config` (config.json) names; None: weights as they are.
+
+    `gptq`: quantize_config.json, if the folder has one: AutoGPTQ's, which used to be the only
+    place that said so. Raises ConfigurationError naming file and field.
+    """
+    for name in ("quantization_config", "compression_config"):
+        fields = config.get(name)
+        if fields:
+            return _read(fields, gptq, f"config.json: {name}")
+    if gptq is None:
+        return None
+    reader = FieldReader(gptq, "quantize_config.json")
+    if gptq.get("quant_method", "gptq") != "gptq":
+        raise reader.error("quant_method", "contradicts config.json, which has none")
+    return Gptq.from_fields(reader)
+
+
+def _read(fields: Any, gptq: Mapping[str, Any] | None, where: str) -> Quantization:
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{where}={fields!r:.200} must be an object")
+    reader = FieldReader(fields, where)
+    method = fields.get("quant_method")
+    read = _FORMATS.get(str(method))
+    if read is None:
+        raise reader.error("quant_method", f"isn't supported; supported: {', '.join(_FORMATS)}")
+    if gptq is not None and method == "gptq":
+        for name in _SAME:
+            if name in gptq and name in fields and gptq[name] != fields[name]:
+                why = f"contradicts quantize_config.json, where it is {gptq[name]}"
+                raise reader.error(name, why)
+    return read(reader)
