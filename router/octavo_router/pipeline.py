@@ -200,6 +200,8 @@ class Pipeline:
         """All that costs time: ids, hashes and the choice of a cell; in a thread."""
         fields = request.fields
         bad_word_ids = encode_bad_words(self.tokenizer, fields.sampling.rules.bad_words)
+        # A tokenizer may have ids that the model's own vocabulary hasn't.
+        end_ids = tuple(i for i in self.tokenizer.eos_token_ids if i < model.vocab_size)
         prepared: list[_Prepared] = []
         for position, prompt in enumerate(fields.prompts):
             started_ns = time.time_ns()
@@ -220,6 +222,8 @@ class Pipeline:
             if trace is not None:
                 times = PromptTimes(started_ns, tokenized_ns, time.time_ns())
                 trace.prepared(position, times, len(token_ids), hashes.blocks, cells, choice)
-            sampling = resolve_sampling(request, model, len(token_ids), position, bad_word_ids)
+            sampling = resolve_sampling(
+                request, model, len(token_ids), position, bad_word_ids, end_ids
+            )
             prepared.append(_Prepared(token_ids, hashes, choice, echo, sampling))
         return prepared

@@ -165,16 +165,18 @@ def resolve_sampling(
     num_prompt_tokens: int,
     position: int,
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
+    end_ids: tuple[int, ...] = (),
 ) -> ResolvedSampling:
     """Sampling parameters of the request's prompt number `position`, with nothing left open.
 
+    `end_ids`: the tokenizer's ids that end an answer, beside those that the worker names.
     Raises InvalidRequestError, ContextLengthError if prompt and answer don't fit.
     """
     options = request.fields.sampling
     max_tokens = _max_tokens(request, model, num_prompt_tokens)
     if options.min_tokens > max_tokens:
         refuse("min_tokens", f"at most max_tokens ({max_tokens} here)", options.min_tokens)
-    eos = () if options.ignore_eos else model.eos_token_ids
+    eos = () if options.ignore_eos else (*model.eos_token_ids, *end_ids)
     return ResolvedSampling(
         temperature=options.temperature,
         top_p=options.top_p,

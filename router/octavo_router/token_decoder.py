@@ -98,7 +98,7 @@ class ByteLevelDecoder(_PieceDecoder):
 
     def piece_of_token(self, token: str) -> Piece:
         try:
-            data = bytes(map(_BYTE_OF_CHAR.__getitem__, token))
+            data = bytes(map(BYTE_OF_CHAR.__getitem__, token))
         except KeyError:
             return token
         try:
@@ -246,14 +246,14 @@ def _acting_stages(stages: list[Stage], vocabulary: Mapping[str, int]) -> list[S
         "Fuse": lambda _: True,
         "Replace": lambda stage: _is_foreign_char(stage["pattern"].get("String")),
     }
-    is_byte_level = all(char in _BYTE_OF_CHAR for token in vocabulary for char in token)
+    is_byte_level = all(char in BYTE_OF_CHAR for token in vocabulary for char in token)
     others_idle = all(stage["type"] in idle and idle[stage["type"]](stage) for stage in stages[:-1])
     return stages[-1:] if is_byte_level and others_idle else stages
 
 
 def _is_foreign_char(pattern: str | None) -> bool:
     """A pattern with a character outside the byte alphabet matches no text spelled in it."""
-    return bool(pattern) and any(char not in _BYTE_OF_CHAR for char in str(pattern))
+    return bool(pattern) and any(char not in BYTE_OF_CHAR for char in str(pattern))
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -264,4 +264,4 @@ def _byte_alphabet() -> dict[str, int]:
     return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF_CHAR = _byte_alphabet()
+BYTE_OF_CHAR = _byte_alphabet()

@@ -1,13 +1,15 @@
 """Text to token ids and back, with Hugging Face's semantics and without transformers.
 
 `encode(text)` gives the ids of transformers' `AutoTokenizer(text)`, `encode_chat` those of
-`apply_chat_template`, `decode` its text. A folder without tokenizer.json is converted by
-transformers once at start (a slow, lazy import). Encoding releases the GIL, but takes long for
-long texts: call it in a thread. Must not know: HTTP, sessions.
+`apply_chat_template`, `decode` its text. A folder without tokenizer.json is read from its older
+files (original_tokenizer.py), and by transformers only where those aren't known either (a slow,
+lazy import). Encoding releases the GIL, but takes long for long texts: call it in a thread.
+Must not know: HTTP, sessions.
 Entry points: `Tokenizer`, `load_tokenizer`.
 """
 
 import array
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +19,14 @@ import tokenizers
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigurationError, InvalidRequestError
+from octavo_router.chat_formats import ChatFormat
 from octavo_router.chat_template import ChatTemplate, find_chat_template
+from octavo_router.original_tokenizer import OriginalTokenizer, read_original
 from octavo_router.token_decoder import TokenDecoder, WholeDecoder, decoder_of
 from octavo_router.token_text import TextDecoder
 from octavo_router.tokenizer_files import TokenizerFiles, read_tokenizer_files
+
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -74,9 +80,14 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A `Tokenizer` over a model folder's files. Safe to share by threads."""
+    """A `Tokenizer` over a model folder's files. Safe to share by threads.
 
-    def __init__(self, files: TokenizerFiles, chat_template: str | None) -> None:
+    `chat`: the format of chats where the folder has no template.
+    """
+
+    def __init__(
+        self, files: TokenizerFiles, chat_template: str | None, chat: ChatFormat | None = None
+    ) -> None:
         self._backend = files.backend
         self.eos_token_ids = files.eos_token_ids
         self.vocab_size = max(files.backend.get_vocab().values(), default=-1) + 1
@@ -86,6 +97,10 @@ class HuggingFaceTokenizer:
         self._decoder: TokenDecoder = decoder_of(self._whole, self._special_ids)
         self._special_tokens = files.special_tokens
         self._template: ChatTemplate | None = None
+        # A folder's template writes its special tokens itself: adding them doubles the first.
+        self._adds_to_chats = chat_template is None and chat is not None
+        if chat_template is None and chat is not None:
+            chat_template = chat.template
         if chat_template is not None:
             self._template = ChatTemplate(chat_template, files.special_tokens)
 
@@ -116,7 +131,8 @@ class HuggingFaceTokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        # The template writes its special tokens itself: adding them would double the first.
+        if template is None:
+            add_special_tokens |= self._adds_to_chats
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def _template_of(self, source: str | None) -> ChatTemplate:
@@ -144,15 +160,23 @@ class HuggingFaceTokenizer:
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a model folder. ConfigurationError if it can't be read."""
-    backend: tokenizers.Tokenizer | None = None
-    if not (folder / "tokenizer.json").is_file():
-        backend = _convert(folder, trust_remote_code)
-    files = read_tokenizer_files(folder, backend)
-    return HuggingFaceTokenizer(files, find_chat_template(folder, files.config))
+    if (folder / "tokenizer.json").is_file():
+        files = read_tokenizer_files(folder)
+        return HuggingFaceTokenizer(files, find_chat_template(folder, files.config))
+    original = read_original(folder)
+    if original is None:
+        original = OriginalTokenizer(_convert(folder, trust_remote_code))
+    files = read_tokenizer_files(
+        folder, original.backend, defaults=original.config, end_tokens=original.end_tokens
+    )
+    template = find_chat_template(folder, files.config)
+    if template is None and original.chat is not None:
+        logger.info("%s has no chat template: using %s", folder, original.chat.name)
+    return HuggingFaceTokenizer(files, template, original.chat)
 
 
 def _convert(folder: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
-    """Let transformers build the tokenizer from older files (vocab.json, tokenizer.model)."""
+    """Let transformers build the tokenizer from older files (vocab.json and merges.txt)."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

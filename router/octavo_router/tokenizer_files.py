@@ -6,7 +6,7 @@ ids that end an answer. Must not know: text, requests. Entry point: `read_tokeni
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,23 @@ def read_json(file: Path) -> Json:
     return found
 
 
-def read_tokenizer_files(folder: Path, backend: Tokenizer | None = None) -> TokenizerFiles:
-    """Read `folder`; `backend` stands in for its tokenizer.json where that is missing."""
+def read_tokenizer_files(
+    folder: Path,
+    backend: Tokenizer | None = None,
+    *,
+    defaults: Json | None = None,
+    end_tokens: Sequence[str] = (),
+) -> TokenizerFiles:
+    """Read `folder`; `backend` stands in for its tokenizer.json where that is missing.
+
+    `defaults`: what its tokenizer_config.json leaves unsaid. `end_tokens`: special tokens that
+    end an answer beside those that the files name.
+    """
     config = read_json(folder / "tokenizer_config.json")
     model_config = read_json(folder / "config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(folder / "special_tokens_map.json")
+    config = (defaults or {}) | config
     if backend is None:
         file = folder / "tokenizer.json"
         try:
@@ -68,13 +79,16 @@ def read_tokenizer_files(folder: Path, backend: Tokenizer | None = None) -> Toke
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    _add_tokens(backend, config)
-    special_tokens = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name)}
+    add_tokens(backend, config)
+    special_tokens = {name: content_of(config[name]) for name in _NAMED_TOKENS if config.get(name)}
     eos_ids = _eos_token_ids(folder, model_config, backend, special_tokens.get("eos_token"))
+    end_ids = [backend.token_to_id(token) for token in end_tokens]
+    eos_ids = tuple(dict.fromkeys([*eos_ids, *(i for i in end_ids if i is not None)]))
     return TokenizerFiles(backend, config, special_tokens, eos_ids)
 
 
-def _content(token: str | Mapping[str, Any]) -> str:
+def content_of(token: str | Mapping[str, Any]) -> str:
+    """The text of a token that a file names, plainly or with its flags."""
     return token if isinstance(token, str) else token["content"]
 
 
@@ -88,11 +102,11 @@ def _added_token(token: str | Mapping[str, Any]) -> AddedToken:
     return AddedToken(token["content"], special=is_special, normalized=normalized, **flags)
 
 
-def _add_tokens(backend: Tokenizer, config: Json) -> None:
+def add_tokens(backend: Tokenizer, config: Json) -> None:
     """Tokens that only the configuration knows, and the special ones among all."""
     decoder: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    listed = {_content(token): token for _, token in sorted(decoder.items(), key=_id_of)}
+    listed = {content_of(token): token for _, token in sorted(decoder.items(), key=_id_of)}
     backend.add_tokens(
         [_added_token(token) for content, token in listed.items() if content not in known]
     )
@@ -124,11 +138,11 @@ def _as_special(token: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
 def _special_tokens(config: Json) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     for name in _NAMED_TOKENS:
         if config.get(name):
-            yield _content(config[name]), config[name]
+            yield content_of(config[name]), config[name]
     for name in _EXTRA_TOKENS:
         extra = config.get(name) or []
         for token in extra.values() if isinstance(extra, dict) else extra:
-            yield _content(token), token
+            yield content_of(token), token
 
 
 def _is_llama_class(config: Json, model_config: Json) -> bool:

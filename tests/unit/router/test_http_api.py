@@ -266,6 +266,17 @@ def test_stop_token_ids_end_and_are_hidden() -> None:
     run(fake, check)
 
 
+@pytest.mark.parametrize(("vocab_size", "expected"), [(257, [10, EOS]), (256, [10])])
+def test_the_tokenizers_ending_ids_end_answers_too(vocab_size: int, expected: list[int]) -> None:
+    fake = FakeScheduler(script=saying("a"), vocab_size=vocab_size, eos_token_ids=(10,))
+
+    async def check(router: RunningRouter) -> None:
+        await router.http.post(TEXT, json={"prompt": "x"})
+        assert ids_of(fake.submits[-1].sampling.stop_token_ids) == expected
+
+    run(fake, check)
+
+
 def test_chat_logprobs() -> None:
     fake = byte_scheduler(script=saying("é!"))
 
