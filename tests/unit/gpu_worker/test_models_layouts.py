@@ -83,6 +83,14 @@ def test_stored_tensors_are_named_as_in_the_file(model_type: str, tmp_path: Path
     assert_refused(tmp_path, "no place", "odd")
 
 
+def test_tied_heads_go_by_their_stored_names(tmp_path: Path) -> None:
+    reference = save_qwen1(tmp_path, tie_word_embeddings=True)
+    edit(tmp_path / "model.safetensors", drop("lm_head.weight"))
+    model = load_model(tmp_path)
+    assert model.lm_head is model.embed_tokens
+    assert torch.equal(model.embed_tokens, reference.get_input_embeddings().weight)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_random_weights_of_every_family(family: Family, tmp_path: Path) -> None:
     """config.json is enough, and the decoder's own names serve for every layout."""
