@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo_kernels.launch import Launch
 from octavo_kernels.paged_decode import WorkList, paged_decode_launches, work_list_launch
 from octavo_kernels.paged_prefill import paged_prefill_launch
+from octavo_kernels.read_probe import read_probe_launch
 from octavo_kernels.rms_norm import rms_norm_launch
 from octavo_kernels.rope_and_cache import rope_and_cache_launch
 from octavo_kernels.sample import sample_launch
@@ -147,6 +148,11 @@ def test_paged_prefill(case: dict) -> None:
 @pytest.mark.parametrize("window", [None, 4096])
 def test_work_list(window: int | None) -> None:
     _check(work_list_launch(_work(), _int32(NUM_TOKENS), window=window))
+
+
+def test_read_probe() -> None:
+    launch = read_probe_launch(_int32(1000), _int32(8_192_000))
+    assert "ld.global.v4" in _check(launch)[90].ptx
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 128_256, 151_936, 50_257])

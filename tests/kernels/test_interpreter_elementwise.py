@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo_kernels.read_probe import TILE, read_probe, read_probe_reference
 from tests.kernels import checks
 from tests.kernels.cases import case_id, elementwise_factors, pairwise, rope_factors
 
@@ -37,6 +38,11 @@ def test_rope_and_cache(case: dict[str, Any]) -> None:
 
 def test_offsets_beyond_32_bits() -> None:
     checks.check_far_rows("cpu")
+
+
+def test_read_probe() -> None:
+    x = torch.arange(3 * TILE, dtype=torch.int32).flip(0)
+    assert torch.equal(read_probe(x), read_probe_reference(x))
 
 
 def test_empty_inputs_launch_nothing() -> None:

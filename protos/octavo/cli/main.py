@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": Command("octavo.cli.bench", "serve", "measure a worker, or a whole stack"),
     "bench simulate": Command("octavo.cli.simulate", "serve", "how fleets route, in virtual time"),
     "bench ablation": Command("octavo.cli.ablation", "serve", "what each idea is worth"),
+    "bench kernels": Command("octavo.cli.bench_kernels", "serve", "each kernel against the card"),
     "bench serve": Command("octavo.cli.bench_serve", "client", "measure and compare servers"),
     "health": Command("octavo.cli.health", "client", "ask a service whether it is ready"),
     "fetch": Command("octavo.cli.fetch", "router", "get a model before services start"),

@@ -1,0 +1,125 @@
+"""Linear layers of Llama 3.1 8B: 4-bit weights by every way, and bf16 ones by the library.
+
+Where two ways cross is what `octavo_kernels.w4a16` has in its table. Entry points:
+`linear_cases`, `fastest_ways`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from octavo_kernels.w4a16 import W4Weight, Way, dequantize, matmul, pack
+from octavo_worker.kernel_bench.case import Call, Case, Measured, num_sets
+
+LAYERS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28_672, 4096),
+    "down": (4096, 14_336),
+}
+_NUM_ROWS = (1, 2, 3, 8, 32, 64, 128, 192, 256)
+_GROUP = 128
+_ITEM = 2
+
+
+def linear_cases() -> list[Case]:
+    return [*_w4_cases(), *_dense_cases()]
+
+
+def w4_bytes(out_size: int, in_size: int) -> int:
+    """Codes, and a scale with its zero a group."""
+    return out_size * in_size // 2 + out_size * (in_size // _GROUP) * 4
+
+
+def _w4_cases() -> Iterator[Case]:
+    for layer, (out_size, in_size) in LAYERS.items():
+        for num_rows in _NUM_ROWS:
+            for way in Way:
+                if way is not Way.GEMV or num_rows <= 2:
+                    yield _w4(layer, out_size, in_size, num_rows, way)
+        num_bytes = w4_bytes(out_size, in_size) + out_size * in_size * _ITEM
+        yield _dequantize(layer, out_size, in_size, num_bytes)
+
+
+def _w4(layer: str, out_size: int, in_size: int, num_rows: int, way: Way) -> Case:
+    num_bytes = w4_bytes(out_size, in_size) + num_rows * (in_size + out_size) * _ITEM
+
+    def make() -> list[Call]:
+        return [call(weight) for weight in _weights(out_size, in_size, num_sets(num_bytes))]
+
+    def call(weight: W4Weight) -> Call:
+        x = _random(num_rows, in_size)
+        return lambda: matmul(x, weight, way=way)
+
+    name = f"w4a16 {layer} {num_rows} {way.value}"
+    return Case(name, num_bytes, 2 * num_rows * out_size * in_size, make)
+
+
+def _dequantize(layer: str, out_size: int, in_size: int, num_bytes: int) -> Case:
+    def make() -> list[Call]:
+        weights = _weights(out_size, in_size, num_sets(num_bytes))
+        return [lambda w=weight: dequantize(w, torch.bfloat16) for weight in weights]
+
+    return Case(f"w4a16 {layer} to bf16", num_bytes, 2 * out_size * in_size, make)
+
+
+def _dense_cases() -> Iterator[Case]:
+    for layer, (out_size, in_size) in LAYERS.items():
+        for num_rows in (1, 8, 32, 128, 256):
+            num_bytes = (out_size * in_size + num_rows * (in_size + out_size)) * _ITEM
+
+            def make(
+                num_rows: int = num_rows,
+                out_size: int = out_size,
+                in_size: int = in_size,
+                num_bytes: int = num_bytes,
+            ) -> list[Call]:
+                return [_dense(num_rows, out_size, in_size) for _ in range(num_sets(num_bytes))]
+
+            flops = 2 * num_rows * out_size * in_size
+            yield Case(f"dense {layer} {num_rows}", num_bytes, flops, make)
+
+
+def _dense(num_rows: int, out_size: int, in_size: int) -> Call:
+    x, weight = _random(num_rows, in_size), _random(out_size, in_size)
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def _weights(out_size: int, in_size: int, count: int) -> list[W4Weight]:
+    """Different random codes, each with its own memory."""
+    groups = (out_size, in_size // _GROUP)
+    codes = torch.randint(16, (out_size, in_size), device="cuda").byte()
+    scales = (torch.rand(groups, device="cuda") * 0.02).half()
+    first = pack(codes, scales, torch.full(groups, 8, device="cuda"), _GROUP)
+    others = (
+        replace(
+            first,
+            words=torch.randint_like(first.words, -(2**31), 2**31 - 1),
+            groups=first.groups.clone(),
+            arrivals=first.arrivals.clone(),
+        )
+        for _ in range(count - 1)
+    )
+    return [first, *others]
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def fastest_ways(results: Iterable[Measured]) -> dict[str, dict[int, str]]:
+    """Layer -> rows -> the way that was fastest, of the 4-bit cases among `results`."""
+    best: dict[str, dict[int, Measured]] = {}
+    for result in results:
+        kernel, layer, *rest = result.case.name.split()
+        if kernel != "w4a16" or not rest[0].isdigit():
+            continue
+        by_rows = best.setdefault(layer, {})
+        num_rows = int(rest[0])
+        if num_rows not in by_rows or result.us < by_rows[num_rows].us:
+            by_rows[num_rows] = result
+    return {
+        layer: {num_rows: item.case.name.split()[-1] for num_rows, item in by_rows.items()}
+        for layer, by_rows in best.items()
+    }
