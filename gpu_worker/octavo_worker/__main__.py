@@ -36,6 +36,7 @@ from octavo_worker.step_trace import StepTrace
 _logger = logging.getLogger("octavo_worker")
 _DRAIN_POLL_S = 0.05
 _STOP_GRACE_S = 0.5
+_SAME_FATE_S = 1.0
 _LOAD_THREAD = "load"
 
 ResultT = TypeVar("ResultT")
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = vars(parser.parse_args(argv))
     try:
         settings = load(WorkerSettings, arguments)
+        if settings.tensor_parallel > 1 and (code := _follow(settings)) is not None:
+            return code
         setup_logging("worker", settings.log_level, settings.log_format)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             code = runner.run(_Process(settings).run())
@@ -92,14 +95,12 @@ class _Process:
         signalled = asyncio.create_task(wait_for_signal())
         loaded: loading.Loaded | None = None
         try:
-            loaded = await _unless(
-                signalled,
-                _in_thread(
-                    lambda: loading.load(settings, self._metrics, on_fatal, service.compile)
-                ),
+            loading_ends = _in_thread(
+                lambda: loading.load(settings, self._metrics, on_fatal, service.compile)
             )
+            loaded = await _unless(signalled, fatal, loading_ends)
             if loaded is None:
-                return 0
+                return self._end(fatal)
             if self._tracer is not None:
                 loaded.engine.trace_steps(StepTrace(self._tracer, loaded.capacity.device))
             loaded.engine.start()
@@ -108,8 +109,7 @@ class _Process:
             await server.set_serving(True)
             await asyncio.wait({signalled, fatal}, return_when=asyncio.FIRST_COMPLETED)
             if fatal.done():
-                _logger.critical("ending: %s", fatal.result())
-                return 1
+                return self._end(fatal)
             await server.set_serving(False)
             await self._drain(service, fatal)
             return 1 if fatal.done() else 0
@@ -124,6 +124,13 @@ class _Process:
                     write_profile(settings.profile, self._worker_id, profile)
             if self._tracer is not None:
                 self._tracer.close()
+
+    def _end(self, fatal: "asyncio.Future[str]") -> int:
+        """The exit status."""
+        if not fatal.done():
+            return 0
+        _logger.critical("ending: %s", fatal.result())
+        return 1
 
     async def _announce(self, loaded: loading.Loaded, port: int) -> None:
         settings = self._settings
@@ -179,10 +186,25 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _unless(stop: "asyncio.Task[None]", work: "asyncio.Future[ResultT]") -> ResultT | None:
-    """The result of `work`; None if `stop` ends first."""
-    await asyncio.wait({stop, work}, return_when=asyncio.FIRST_COMPLETED)
+async def _unless(
+    stop: "asyncio.Task[None]", fatal: "asyncio.Future[str]", work: "asyncio.Future[ResultT]"
+) -> ResultT | None:
+    """The result of `work`; None if one of the others ends first."""
+    await asyncio.wait({stop, fatal, work}, return_when=asyncio.FIRST_COMPLETED)
+    if fatal.done():
+        # What ended another rank may end this one too, and then it says more.
+        await asyncio.wait({work}, timeout=_SAME_FATE_S)
     return work.result() if work.done() else None
+
+
+def _follow(settings: WorkerSettings) -> int | None:
+    """Be one of the ranks that follow, if that is this process's place: its exit status."""
+    # Only here: a worker that has its model to itself imports none of it.
+    from octavo_worker.parallel.following import follow
+    from octavo_worker.parallel.places import Place
+
+    place = Place.here(settings.tensor_parallel)
+    return follow(settings, place) if place.share.rank > 0 else None
 
 
 def _in_thread(function: Callable[[], ResultT]) -> "asyncio.Future[ResultT]":

@@ -67,7 +67,7 @@ class DecodeGraphs:
         self._num_uploads = 0
         self._num_launches = 0
 
-    def capture(self) -> None:
+    def capture(self, error_mode: str) -> None:
         """Capture every size, the largest first: the smaller ones then fit into its memory."""
         began = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
@@ -76,7 +76,7 @@ class DecodeGraphs:
             self._run_step(rows)  # compiles what this size needs; a capture can't
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
                 drawn = self._run_step(rows)
             self._graphs[size] = _Graph(graph, drawn)
         _logger.info(

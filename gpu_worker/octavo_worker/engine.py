@@ -91,6 +91,7 @@ class Engine:
             self._is_closed = True
             self._changed.notify()
         self._thread.join(_CLOSE_TIMEOUT_S)
+        self._runner.close()
 
     def attach(self, sink: Sink) -> None:
         """A leader's stream begins: outcomes go to `sink`."""

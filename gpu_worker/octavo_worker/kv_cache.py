@@ -150,12 +150,13 @@ def _budget(
         return budget
     if device.type == "cpu":
         free = free_memory_bytes()
-        budget = min(int(free * _CPU_SHARE), _CPU_MOST_BYTES)
+        budget = min(int(free * _CPU_SHARE), _CPU_MOST_BYTES) // settings.tensor_parallel
         _logger.info(
-            "KV cache: %s of memory free; %d %% of it, at most %s: %s",
+            "KV cache: %s of memory free; %d %% of it, at most %s, for %d rank(s): %s each",
             _human(free),
             100 * _CPU_SHARE,
             _human(_CPU_MOST_BYTES),
+            settings.tensor_parallel,
             _human(budget),
         )
         return budget

@@ -1,14 +1,17 @@
 """From settings to a running engine: backend, model, KV cache, runner.
 
 Slow and blocking: runs in a thread of its own. Must not know: gRPC, the registry. Entry
-point: `load`.
+points: `load`; `load_runner`, for ranks that follow.
 """
 
+import dataclasses
 import gc
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -16,16 +19,20 @@ from octavo.blocks import HASH_VERSION
 from octavo.hub import model_name_of, resolve_model, revision_of
 from octavo.metrics import WorkerMetrics
 from octavo.settings import WorkerSettings
-from octavo_worker.backends import choose_backend
+from octavo_worker.backends import Backend, choose_backend
 from octavo_worker.engine import Engine
 from octavo_worker.gpu_readings import gpu_reader
-from octavo_worker.kv_cache import allocate_kv_caches, size_kv_cache
-from octavo_worker.models import load_model
+from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches, size_kv_cache
+from octavo_worker.models import Model, ModelConfig, load_model
 from octavo_worker.row_book import RowLimits
-from octavo_worker.runner import Runner
+from octavo_worker.runner import KVCaches, Runner
 from octavo_worker.spec import Capacity, Spec, kv_scheme_of
 from octavo_worker.step_profile import StepProfile
 from octavo_worker.warm_up import warm_up
+from octavo_worker.weights import Progress
+
+if TYPE_CHECKING:
+    from octavo_worker.parallel.sharded import Exchange
 
 _logger = logging.getLogger(__name__)
 _MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -41,6 +48,44 @@ class Loaded(NamedTuple):
     engine: Engine
 
 
+class RankGroup(Protocol):
+    """A process's place among the ranks that share a model."""
+
+    @property
+    def exchange(self) -> "Exchange": ...
+
+    def agree(self, num_blocks: int) -> int:
+        """The number of KV blocks that every rank has room for."""
+        ...
+
+    def make_runner(
+        self,
+        model: Model,
+        backend: Backend,
+        kv_caches: KVCaches,
+        limits: RowLimits,
+        device: torch.device,
+    ) -> Runner: ...
+
+
+GroupT = TypeVar("GroupT", bound=RankGroup)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedRunner(Generic[GroupT]):
+    """A runner on its device, not warmed up; `config`: of this rank's part of the model."""
+
+    runner: Runner
+    folder: Path
+    config: ModelConfig
+    backend: Backend
+    device: torch.device
+    size: KVCacheSize
+    limits: RowLimits
+    max_num_batched_tokens: int
+    group: GroupT | None
+
+
 def load(
     settings: WorkerSettings,
     metrics: WorkerMetrics,
@@ -52,33 +97,17 @@ def load(
     `on_compiling` is called when the weights are there and kernels compile.
     """
     began = time.monotonic()
-    backend, device = choose_backend(settings.backend)
-    folder = resolve_model(
-        settings.model, settings.revision, weights=settings.load_format != "random"
-    )
-    model = load_model(
-        folder,
-        dtype=settings.dtype,
-        device=device,
-        load_format=settings.load_format,
-        max_model_len=settings.max_model_len,
-        progress=_ProgressLog(),
-    )
-    config = model.config
-    max_num_batched_tokens = settings.max_num_batched_tokens or _MAX_BATCHED_TOKENS[device.type]
-    size = size_kv_cache(config, settings, device, max_num_batched_tokens)
-    limits = RowLimits(
-        num_rows=settings.max_num_seqs,
-        num_blocks=size.num_blocks,
-        block_size=size.block_size,
-        max_model_len=config.max_model_len,
-        vocab_size=config.vocab_size,
-    )
-    caches = allocate_kv_caches(config, size, device)
-    runner = Runner(model, backend, caches, limits, device)
+    make_group = None
+    if settings.tensor_parallel > 1:
+        # Only here: a worker that has its model to itself imports none of it.
+        from octavo_worker.parallel.leading import LeadingGroup
+
+        make_group = partial(LeadingGroup, settings, on_fatal)
+    loaded = load_runner(settings, make_group, progress=_ProgressLog())
+    runner, config, size, device = loaded.runner, loaded.config, loaded.size, loaded.device
     if device.type == "cuda":
         on_compiling()
-        warm_up(runner, limits, max_num_batched_tokens)
+        warm_up(runner, loaded.limits, loaded.max_num_batched_tokens)
         runner.capture()
     metrics.sample_gpus(gpu_reader(device))
     if settings.profile:
@@ -86,14 +115,14 @@ def load(
     engine = Engine(
         runner,
         max_in_flight=_MAX_IN_FLIGHT[device.type],
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
         num_blocks=size.num_blocks,
         metrics=metrics,
         on_fatal=on_fatal,
     )
     spec = Spec(
         name=model_name_of(settings.model),
-        revision=revision_of(folder),
+        revision=revision_of(loaded.folder),
         block_size=size.block_size,
         kv_scheme=kv_scheme_of(config.dtype),
         hash_version=HASH_VERSION,
@@ -104,16 +133,68 @@ def load(
     capacity = Capacity(
         num_blocks=size.num_blocks,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        backend=backend.name,
-        device=_device_name(device),
-        kv_bytes_per_token=size.bytes_per_token,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
+        backend=loaded.backend.name,
+        device=_device_name(device, settings.tensor_parallel),
+        kv_bytes_per_token=size.bytes_per_token * settings.tensor_parallel,
     )
     # What was made so far lives as long as the process: the collector need not look at it.
     gc.collect()
     gc.freeze()
     _logger.info("loaded %s in %.1f s on %s", spec.name, time.monotonic() - began, capacity.device)
     return Loaded(spec, capacity, engine)
+
+
+def load_runner(
+    settings: WorkerSettings,
+    make_group: Callable[[Path, torch.device], GroupT] | None = None,
+    *,
+    card: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedRunner[GroupT]:
+    """This process's part of the model, ready to be warmed up; `card`: its number.
+
+    `make_group` joins the ranks that share the model of a folder; None = there is one.
+    """
+    backend, device = choose_backend(settings.backend, card)
+    folder = resolve_model(
+        settings.model, settings.revision, weights=settings.load_format != "random"
+    )
+    group = None if make_group is None else make_group(folder, device)
+    model = load_model(
+        folder,
+        dtype=settings.dtype,
+        device=device,
+        load_format=settings.load_format,
+        max_model_len=settings.max_model_len,
+        progress=progress,
+        exchange=None if group is None else group.exchange,
+    )
+    config = model.config
+    max_num_batched_tokens = settings.max_num_batched_tokens or _MAX_BATCHED_TOKENS[device.type]
+    size = size_kv_cache(config, settings, device, max_num_batched_tokens)
+    if group is not None:
+        size = dataclasses.replace(size, num_blocks=group.agree(size.num_blocks))
+    limits = RowLimits(
+        num_rows=settings.max_num_seqs,
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+    )
+    caches = allocate_kv_caches(config, size, device)
+    make_runner = Runner if group is None else group.make_runner
+    return LoadedRunner(
+        runner=make_runner(model, backend, caches, limits, device),
+        folder=folder,
+        config=config,
+        backend=backend,
+        device=device,
+        size=size,
+        limits=limits,
+        max_num_batched_tokens=max_num_batched_tokens,
+        group=group,
+    )
 
 
 class _ProgressLog:
@@ -129,7 +210,8 @@ class _ProgressLog:
             _logger.info("loading weights: %d %%", 25 * quarter)
 
 
-def _device_name(device: torch.device) -> str:
+def _device_name(device: torch.device, num_ranks: int) -> str:
+    times = f"{num_ranks} x " if num_ranks > 1 else ""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({torch.get_num_threads()} threads)"
+        return times + torch.cuda.get_device_name(device)
+    return f"{times}CPU ({torch.get_num_threads()} threads)"

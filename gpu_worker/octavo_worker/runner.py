@@ -99,8 +99,11 @@ class Runner:
         """Whether the last plan allows one more step, and any row would decode in it."""
         return self._step < self._decode_until and self._book.can_decode
 
-    def capture(self) -> None:
-        """Capture decode steps in CUDA graphs: from now on they are launched as a whole."""
+    def capture(self, error_mode: str = "global") -> None:
+        """Capture decode steps in CUDA graphs: from now on they are launched as a whole.
+
+        `error_mode`: which threads' other calls spoil a capture; see `torch.cuda.graph`.
+        """
         graphs = DecodeGraphs(
             self._decode_step,
             self._limits.num_rows,
@@ -108,7 +111,7 @@ class Runner:
             device=self._device,
         )
         with torch.inference_mode():
-            graphs.capture()
+            graphs.capture(error_mode)
         self._graphs = graphs
 
     def reset(self) -> None:
@@ -119,6 +122,9 @@ class Runner:
         self._book.clear()
         self._rows.clear()
         self._rules.clear()
+
+    def close(self) -> None:
+        """There will be no more steps."""
 
     @torch.inference_mode()
     def submit(self, plan: Plan | None, arrived_ns: int | None = None) -> None:

@@ -361,13 +361,18 @@ class WorkerSettings(CommonSettings):
         "auto = the checkpoint's on cuda, float32 on cpu",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    tensor_parallel: int = setting(
+        1, "ranks that share the model: cards, on cpu processes", minimum=1, maximum=64
+    )
     block_size: int = setting(16, "tokens per KV block", choices=(16, 32))
     max_num_seqs: int = setting(256, "rows", minimum=1, maximum=4096)
     max_num_batched_tokens: int = setting(
         0, "tokens per step; 0 = 8,192 on cuda, 512 on cpu", minimum=0
     )
     max_model_len: int = setting(0, "longest sequence; 0 = the model's", minimum=0)
-    kv_cache_memory: str = setting("", "KV cache size, e.g. 4GiB; empty = from free memory")
+    kv_cache_memory: str = setting(
+        "", "KV cache size of each rank, e.g. 4GiB; empty = from free memory"
+    )
     num_kv_blocks: int = setting(0, "KV blocks, the null block included; 0 = by size", minimum=0)
     memory_utilization: float = setting(
         0.9, "share of the device's memory to use", minimum=0.05, maximum=0.99

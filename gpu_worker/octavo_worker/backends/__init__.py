@@ -11,10 +11,11 @@ from octavo_worker.backends.base import Backend
 __all__ = ["Backend", "choose_backend"]
 
 
-def choose_backend(name: str) -> tuple[Backend, torch.device]:
+def choose_backend(name: str, card: int | None = None) -> tuple[Backend, torch.device]:
     """The backend and device for the setting `name` ("auto", "cuda" or "cpu").
 
-    "auto" takes the card if torch sees one. Raises ConfigurationError for "cuda" without one.
+    "auto" takes the card if torch sees one; `card`: its number, None = torch's current one.
+    Raises ConfigurationError for "cuda" without one.
     """
     has_card = torch.cuda.is_available()
     if name == "cuda" and not has_card:
@@ -25,6 +26,8 @@ def choose_backend(name: str) -> tuple[Backend, torch.device]:
     if has_card and name in ("auto", "cuda"):
         from octavo_worker.backends.cuda import CudaBackend
 
+        if card is not None:
+            torch.cuda.set_device(card)
         return CudaBackend(), torch.device("cuda", torch.cuda.current_device())
     from octavo_worker.backends.cpu import CpuBackend
 
