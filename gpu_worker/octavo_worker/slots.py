@@ -42,7 +42,9 @@ class Slot:
     stored tensor (on the CPU, memory-mapped) belongs here, in the target's shape (default: all
     of it as it is). `fill`: draws random values in place of stored ones, from (target, generator,
     standard deviation) (default: normal). `out_axis`: the axis of the stored tensor along which
-    the layer's outputs lie, packed or not; None = none, it's the same for all of them.
+    the layer's outputs lie, packed or not; None = none, it's the same for all of them. `reorder`:
+    of a layer whose outputs can't be put into another order while they are loaded; takes int64
+    [outputs of the whole layer], the stored output of each wanted one.
     """
 
     target: Tensor
@@ -51,6 +53,7 @@ class Slot:
     take: Callable[[Tensor], Tensor] | None = None
     fill: Callable[[Tensor, torch.Generator, float], None] | None = field(default=None)
     out_axis: int | None = 0
+    reorder: Callable[[Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         if not self.shape:

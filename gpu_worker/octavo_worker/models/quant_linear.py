@@ -61,6 +61,7 @@ class QuantPart:
         self._region = region
         self._forms = quantization.forms(size)
         self._raw = {form.suffix: _empty(form, size, region, device) for form in self._forms}
+        self._order: Tensor | None = None
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         for form in self._forms:
@@ -71,11 +72,17 @@ class QuantPart:
                 take=partial(form.take, region=self._region),
                 fill=form.fill,
                 out_axis=form.out_axis,
+                reorder=self._reorder,
             )
             yield f"{self.name}.{form.suffix}", slot
 
+    def _reorder(self, outputs: Tensor) -> None:
+        own = self._region.outputs
+        self._order = outputs[own.start : own.stop] - own.start
+
     def codes(self) -> Codes:
-        return self._quantization.unpack(self._raw, self._region)
+        codes = self._quantization.unpack(self._raw, self._region)
+        return codes if self._order is None else codes.in_order(self._order)
 
 
 class DensePart:

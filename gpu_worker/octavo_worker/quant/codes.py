@@ -30,6 +30,12 @@ class Codes:
         centred = self.values.float() - self.zeros.float()[:, self.groups]
         return centred.mul_(self.scales[:, self.groups]).to(dtype)
 
+    def in_order(self, outputs: Tensor) -> "Codes":
+        """Output `outputs[n]` of this matrix becomes output n; int64 [N]."""
+        rows = outputs.to(self.values.device)
+        values, scales, zeros = self.values[rows], self.scales[rows], self.zeros[rows]
+        return Codes(self.bits, values, scales, zeros, self.groups)
+
 
 def join(parts: Sequence[Codes]) -> Codes:
     """One matrix of several with the same groups, outputs after outputs."""

@@ -23,7 +23,10 @@ from tests.tiny_models import tiny_config, tiny_model
 Array = NDArray[Any]
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),
+)
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,

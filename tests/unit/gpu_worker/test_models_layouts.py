@@ -265,10 +265,14 @@ def test_a_shards_part_is_taken_after_reordering() -> None:
     assert target.tolist() == [8, 10, 9, 11, 12, 13, 14, 15]
 
 
-def test_outputs_packed_together_are_not_reordered_but_refused() -> None:
-    slot = Slot(torch.empty(4, 2), out_axis=1)
-    with pytest.raises(ConfigurationError, match=r"q_proj\.qzeros is packed"):
-        Layout(is_interleaved=True).stored({f"{Q}.qzeros": slot}, HEADS)
+def test_layers_that_pack_outputs_together_are_told_the_order() -> None:
+    orders: list[torch.Tensor] = []
+    stored = torch.arange(8).view(4, 2)
+    slot = Slot(torch.empty(4, 2), out_axis=1, reorder=orders.append)
+    place = Layout(is_interleaved=True).stored({f"{K}.qzeros": slot}, HEADS)[f"{K}.qzeros"]
+    place.load(stored)
+    assert torch.equal(slot.target, stored)
+    assert [order.tolist() for order in orders] == [[0, 2, 1, 3, 4, 5, 6, 7]]
 
 
 def test_fused_tensors_are_parted_along_their_outputs() -> None:

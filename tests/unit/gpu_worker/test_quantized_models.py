@@ -125,6 +125,16 @@ def test_every_option_equals_its_dequantised_twin(name: str, tmp_path: Path) -> 
     assert (int(stored.min()), int(stored.max())) == (0, (1 << recipe.bits) - 1)
 
 
+@pytest.mark.parametrize("recipe", [gptq(act_order=True), awq(), packed()], ids=lambda r: r.method)
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_fused_and_interleaved_layers(recipe: Recipe, family: str, tmp_path: Path) -> None:
+    """One packed tensor for several layers; outputs that are packed in another order."""
+    saved = save_quantized(tmp_path, recipe, family)
+    model = load_model(tmp_path)
+    assert isinstance(model.layers[0].qkv, QuantLinear)
+    assert_equals_twin(saved, model)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_matrices_are_rounded_once_to_the_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     saved = save_quantized(tmp_path, gptq(act_order=True))

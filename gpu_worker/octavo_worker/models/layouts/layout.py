@@ -3,7 +3,9 @@
 Pairs of rotated dims: our kernels rotate dims j and j + R/2 of a head together ("by halves"),
 some checkpoints mean dims 2j and 2j + 1 ("interleaved"). Scores are dot products of q and k, so
 the same reordering of both changes nothing: rows of q and k are brought into our order as they
-are loaded, and no kernel knows of it. D head dim, R <= D rotated dims.
+are loaded (packed ones when they are unpacked), and no kernel knows of it.
+
+D head dim, R <= D rotated dims.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigurationError
 from octavo_worker.slots import FusedSlot, Place, Slot
 
 _LAYERS = "model.layers."
@@ -76,14 +77,15 @@ def _by_halves(name: str, slot: Slot, heads: Heads) -> Slot:
     """The slot with rows of interleaved pairs reordered as they're loaded, if it has any."""
     sizes = {"q_proj": heads.q_size, "k_proj": heads.kv_size}
     size = sizes.get(name.rsplit(".", 2)[-2])
-    if size is None or slot.out_axis is None:
+    if size is None:
         return slot
-    if slot.shape[slot.out_axis] != size:
-        raise ConfigurationError(
-            f"config.json: {name} is packed along its outputs; this family's heads have to be "
-            "reordered as they're loaded, which packed ones can't be"
-        )
-    order, axis, take = _order(size, heads), slot.out_axis, slot.take
+    order = _order(size, heads)
+    if slot.reorder is not None:
+        slot.reorder(order)
+        return slot
+    axis, take = slot.out_axis, slot.take
+    assert axis is not None, name
+    assert slot.shape[axis] == size, (name, slot.shape, size)
 
     def take_in_order(stored: Tensor) -> Tensor:
         ordered = stored.index_select(axis, order)
