@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigurationError
+from octavo_worker.attention_inputs import AttentionOptions
 from octavo_worker.models.families import family_of
 from octavo_worker.models.fields import Fields, count, flag, positive
 from octavo_worker.models.layouts import Heads, Layout
@@ -94,12 +95,9 @@ def choose_dtype(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a decoder is made of. `scale` is the attention's, `rope_layers` has a flag a layer,
-    `layout` says how checkpoints store it, `sandwich_norms` that what attention and MLP give is
-    normed too.
-
-    `window`: keys that a query sees, itself included; None = all. `max_model_len` is never
-    above it, so that no query ever leaves its window. `quantization`: None = none.
+    """What a decoder is made of. By layer: `ropes`, its positions (None = it knows none), and
+    `attention`, how it attends. `layout` says how checkpoints store it, `sandwich_norms` that what
+    attention and MLP give is normed too. `quantization`: None = none.
     """
 
     architecture: str
@@ -113,15 +111,14 @@ class ModelConfig:
     max_model_len: int
     rms_norm_eps: float
     rope: RopeConfig
-    rope_layers: tuple[bool, ...]
+    ropes: tuple[RopeConfig | None, ...]
+    attention: tuple[AttentionOptions, ...]
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     sandwich_norms: bool
     tie_word_embeddings: bool
-    window: int | None
-    scale: float
     eos_token_ids: tuple[int, ...]
     initializer_range: float
     dtype: torch.dtype
@@ -145,7 +142,7 @@ class ModelConfig:
         rope = RopeConfig.from_fields(
             fields, head_dim=head_dim, can_be_partial=family.partial_rotary
         )
-        window = None if family.window(fields) is None else count(fields, "sliding_window")
+        longest = _max_model_len(fields, rope, max_model_len)
         return cls(
             architecture=family.architecture,
             vocab_size=count(fields, "vocab_size"),
@@ -155,18 +152,21 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_model_len=_max_model_len(fields, rope, window, max_model_len),
+            max_model_len=longest,
             rms_norm_eps=positive(fields, "rms_norm_eps"),
             rope=rope,
-            rope_layers=family.rope_layers(fields),
+            ropes=family.ropes(fields, rope),
+            attention=tuple(
+                # A window that no query ever leaves is none.
+                AttentionOptions(head_dim**-0.5, window if window and window < longest else None)
+                for window in family.windows(fields)
+            ),
             qkv_bias=flag(fields, "attention_bias", family.qkv_bias),
             o_bias=flag(fields, "attention_bias", family.o_bias),
             mlp_bias=flag(fields, "mlp_bias", family.mlp_bias),
             qk_norm=family.qk_norm,
             sandwich_norms=family.sandwich_norms,
             tie_word_embeddings=flag(fields, "tie_word_embeddings"),
-            window=window,
-            scale=head_dim**-0.5,
             eos_token_ids=_eos_token_ids(folder, fields),
             initializer_range=positive(fields, "initializer_range"),
             dtype=dtype,
@@ -228,18 +228,11 @@ def _refuse_what_is_not_computed(fields: Fields) -> None:
         )
 
 
-def _max_model_len(fields: Fields, rope: RopeConfig, window: int | None, requested: int) -> int:
+def _max_model_len(fields: Fields, rope: RopeConfig, requested: int) -> int:
     limit = rope.max_position(fields["max_position_embeddings"])
-    if window is not None and window < limit:
-        if not requested:
-            _LOG.warning(
-                "max_model_len is %d instead of %d: the model's sliding window", window, limit
-            )
-        limit = window
     if requested > limit:
         raise ConfigurationError(
-            f"OCTAVO_MAX_MODEL_LEN={requested}: this model allows at most {limit} tokens"
-            + (" (its sliding window)" if limit == window else ""),
+            f"OCTAVO_MAX_MODEL_LEN={requested}: this model allows at most {limit} tokens",
             param="max_model_len",
         )
     return requested or limit

@@ -40,12 +40,13 @@ class Layer:
         make: LinearMaker,
         make_norm: Callable[[int], Tensor],
         cos_sin: Tensor,
+        options: AttentionOptions,
         prefix: str,
     ) -> None:
         hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
         self.prefix = prefix
         self.cos_sin = cos_sin
-        self.options = AttentionOptions(scale=config.scale)
+        self.options = options
         attention = f"{prefix}.self_attn"
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.HEADS)
@@ -123,14 +124,21 @@ class Model:
         self.device = device
         self._vocab = vocab
         make = make or DenseMaker(config.dtype, device)
-        tables = {True: cos_sin_table(config.rope, config.max_model_len).to(device)}
-        if not all(config.rope_layers):
-            tables[False] = identity_table(config.rope, config.max_model_len).to(device)
+        tables = {
+            rope: (
+                identity_table(config.rope, config.max_model_len)
+                if rope is None
+                else cos_sin_table(rope, config.max_model_len)
+            ).to(device)
+            for rope in set(config.ropes)
+        }
         num_ids = vocab.num_rows if vocab is not None else config.vocab_size
         self.embed_tokens = self._empty(num_ids, config.hidden_size)
         self.layers = [
-            Layer(config, make, self._empty, tables[has_rope], f"model.layers.{index}")
-            for index, has_rope in enumerate(config.rope_layers)
+            Layer(config, make, self._empty, tables[rope], options, f"model.layers.{index}")
+            for index, (rope, options) in enumerate(
+                zip(config.ropes, config.attention, strict=True)
+            )
         ]
         self.final_norm = self._empty(config.hidden_size)
         self.lm_head = self.embed_tokens if tied else self._empty(num_ids, config.hidden_size)

@@ -12,43 +12,17 @@ from dataclasses import dataclass
 from octavo.errors import ConfigurationError
 from octavo_worker.models.fields import Fields
 from octavo_worker.models.layouts import LLAMA, Layout, chatglm, glm, phi3, qwen1
-
-
-def _no_window(fields: Fields) -> int | None:  # noqa: ARG001 - one signature for all rules
-    return None
-
-
-def _window_everywhere(fields: Fields) -> int | None:
-    return fields["sliding_window"]
-
-
-def _window_by_layer(fields: Fields) -> int | None:
-    """The window if any layer has one: `layer_types`, else the layers from `max_window_layers`."""
-    if not fields["use_sliding_window"] or fields["sliding_window"] is None:
-        return None
-    layer_types = fields.get("layer_types")
-    if layer_types is not None:
-        is_sliding = "sliding_attention" in layer_types
-    else:
-        is_sliding = fields["max_window_layers"] < fields["num_hidden_layers"]
-    return fields["sliding_window"] if is_sliding else None
-
-
-def _rope_everywhere(fields: Fields) -> tuple[bool, ...]:
-    return (True,) * fields["num_hidden_layers"]
-
-
-def _rope_by_layer(fields: Fields) -> tuple[bool, ...]:
-    """`no_rope_layers` (1 = has rope, despite its name), else all but every n-th layer."""
-    flags, num_layers = fields.get("no_rope_layers"), fields["num_hidden_layers"]
-    if flags is None:
-        interval = fields["no_rope_layer_interval"]
-        flags = [(index + 1) % interval != 0 for index in range(num_layers)]
-    if len(flags) < num_layers:
-        raise ConfigurationError(
-            f"config.json: no_rope_layers has {len(flags)} entries for {num_layers} layers"
-        )
-    return tuple(bool(flag) for flag in flags[:num_layers])
+from octavo_worker.models.per_layer import (
+    Ropes,
+    Windows,
+    no_windows,
+    rope_by_layer,
+    rope_everywhere,
+    windows_by_layer,
+    windows_everywhere,
+    windows_without_positions,
+)
+from octavo_worker.models.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +45,8 @@ class Family:
     qk_norm: bool = False
     sandwich_norms: bool = False
     partial_rotary: bool = False
-    window: Callable[[Fields], int | None] = _no_window
-    rope_layers: Callable[[Fields], tuple[bool, ...]] = _rope_everywhere
+    windows: Callable[[Fields], Windows] = no_windows
+    ropes: Callable[[Fields, RopeConfig], Ropes] = rope_everywhere
 
 
 _DEFAULTS: Fields = {
@@ -124,7 +98,7 @@ FAMILIES = (
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        window=_window_everywhere,
+        windows=windows_everywhere,
     ),
     Family(
         "Qwen2ForCausalLM",
@@ -133,7 +107,7 @@ FAMILIES = (
         qkv_bias=True,
         o_bias=False,
         mlp_bias=False,
-        window=_window_by_layer,
+        windows=windows_by_layer,
     ),
     Family(
         "Qwen3ForCausalLM",
@@ -141,7 +115,7 @@ FAMILIES = (
         {**_QWEN_DEFAULTS, "head_dim": 128},
         mlp_bias=False,
         qk_norm=True,
-        window=_window_by_layer,
+        windows=windows_by_layer,
     ),
     Family(
         "SmolLM3ForCausalLM",
@@ -149,7 +123,6 @@ FAMILIES = (
         {
             **_DEFAULTS,
             "eos_token_id": 128_001,
-            "max_window_layers": 0,
             "no_rope_layer_interval": 4,
             "num_key_value_heads": 4,
             "rope_theta": 2_000_000.0,
@@ -157,8 +130,8 @@ FAMILIES = (
             "tie_word_embeddings": True,
             "use_sliding_window": False,
         },
-        window=_window_by_layer,
-        rope_layers=_rope_by_layer,
+        windows=windows_without_positions,
+        ropes=rope_by_layer,
     ),
     Family(  # Phi-4 and Phi-4-mini too
         "Phi3ForCausalLM",
@@ -177,7 +150,7 @@ FAMILIES = (
         o_bias=False,
         mlp_bias=False,
         partial_rotary=True,
-        window=_window_everywhere,
+        windows=windows_everywhere,
     ),
     Family(  # GLM-4-9B as transformers stores it
         "GlmForCausalLM",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigurationError
+from octavo_worker.attention_inputs import AttentionOptions
 from octavo_worker.models import FAMILIES, ModelConfig
 from octavo_worker.models.config import choose_dtype, read_fields, stored_dtype
 from tests.tiny_models import TINY_FAMILIES, tiny_config
@@ -43,9 +44,9 @@ def test_fields_of_a_plain_file(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 6, 2)
     assert (config.head_dim, config.q_size, config.kv_size) == (16, 96, 32)
-    assert config.scale == 0.25
-    assert (config.max_model_len, config.window) == (2048, None)
-    assert config.rope_layers == (True, True)
+    assert config.max_model_len == 2048
+    assert config.attention == (AttentionOptions(scale=0.25),) * 2
+    assert config.ropes == (config.rope, config.rope)
     assert not any((config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
     assert config.dtype == torch.float32
 
@@ -83,8 +84,8 @@ def test_files_written_by_transformers(model_type: str, tmp_path: Path) -> None:
     assert config.max_model_len == hf.max_position_embeddings
     assert config.qk_norm == (model_type == "qwen3")
     assert config.qkv_bias == (model_type in ("qwen2", "glm", "glm4"))
-    assert config.rope_layers == tuple(
-        [True] * 3 + [False] if model_type == "smollm3" else [True] * 2
+    assert config.ropes == (
+        (*[config.rope] * 3, None) if model_type == "smollm3" else (config.rope, config.rope)
     )
 
 
@@ -156,16 +157,31 @@ def test_too_few_layer_flags_are_refused(tmp_path: Path) -> None:
         read(tmp_path, SMOLLM3 | {"no_rope_layers": [1]})
 
 
+def by_layer(layer_types: list[str]) -> dict[str, Any]:
+    return {"sliding_window": 9, "use_sliding_window": True, "layer_types": layer_types}
+
+
 @pytest.mark.parametrize(
-    ("fields", "window"),
+    ("fields", "windows"),
     [
-        (MISTRAL | {"sliding_window": 128}, 128),
-        (MISTRAL | {"sliding_window": None}, None),
-        (MISTRAL, 4096),  # the default of an absent key, as in transformers
-        (LLAMA | {"sliding_window": 128}, None),  # transformers ignores it there
-        (QWEN2 | {"sliding_window": 128}, None),  # not used unless `use_sliding_window`
-        (QWEN2 | {"sliding_window": 128, "use_sliding_window": True}, None),  # from layer 28 on
-        (QWEN2 | {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, 9),
+        (MISTRAL | {"sliding_window": 128}, (128, 128)),
+        (MISTRAL | {"sliding_window": 32_768}, (None, None)),  # no query ever leaves it
+        (MISTRAL | {"sliding_window": None}, (None, None)),
+        (MISTRAL, (4096, 4096)),  # the default of an absent key, as in transformers
+        (LLAMA | {"sliding_window": 128}, (None, None)),  # transformers ignores it there
+        (QWEN2 | {"sliding_window": 128}, (None, None)),  # not used unless `use_sliding_window`
+        # From layer 28 on.
+        (QWEN2 | {"sliding_window": 128, "use_sliding_window": True}, (None, None)),
+        (
+            QWEN2 | {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 9),
+        ),
+        (QWEN2 | by_layer(["sliding_attention", "full_attention"]), (9, None)),
+        (SMOLLM3 | by_layer(["sliding_attention", "full_attention"]), (9, None)),
+        (
+            SMOLLM3 | {"sliding_window": 9, "use_sliding_window": True, "no_rope_layers": [1, 0]},
+            (None, 9),
+        ),
         (
             QWEN2
             | {
@@ -174,29 +190,27 @@ def test_too_few_layer_flags_are_refused(tmp_path: Path) -> None:
                 "max_window_layers": 0,
                 "layer_types": ["full_attention", "full_attention"],
             },
-            None,
+            (None, None),
         ),
     ],
 )
-def test_sliding_window_limits_the_length(
-    fields: dict[str, Any], window: int | None, tmp_path: Path
+def test_windows_are_the_layers_own_and_limit_no_length(
+    fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
-    fields = {"max_position_embeddings": 32_768, **fields}
-    config = read(tmp_path, fields)
-    assert config.window == window
-    assert config.max_model_len == (window or 32_768)
+    config = read(tmp_path, {"max_position_embeddings": 32_768, **fields})
+    assert tuple(options.window for options in config.attention) == windows
+    assert config.max_model_len == 32_768
 
 
-def test_a_limiting_window_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fields = MISTRAL | {"sliding_window": 128}
-    with caplog.at_level(logging.WARNING):
-        read(tmp_path, fields)
-    assert "128 instead of 131072" in caplog.text
-    caplog.clear()
-    assert read(tmp_path, fields, max_model_len=100).max_model_len == 100
-    assert not caplog.records
-    with pytest.raises(ConfigurationError, match=r"OCTAVO_MAX_MODEL_LEN=129.*128.*window"):
-        read(tmp_path, fields, max_model_len=129)
+@pytest.mark.parametrize(
+    ("layer_types", "named"),
+    [(["sliding_attention"], "has 1 entries for 2 layers"), (["chunked_attention"] * 2, "chunked")],
+)
+def test_layer_types_that_are_not_computed_are_refused(
+    layer_types: list[str], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"layer_types.*{named}"):
+        read(tmp_path, QWEN2 | by_layer(layer_types))
 
 
 def test_requested_length_is_checked(tmp_path: Path) -> None:

@@ -57,16 +57,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"rope_parameters": YARN_SHORT, **SHORT}),
     "mistral": ("mistral", {}),
     "mistral wide heads": ("mistral", {**heads(4, 1, 128), "hidden_size": 64}),
-    "mistral window": ("mistral", {"sliding_window": 80}),
+    "mistral window": ("mistral", {"sliding_window": 20}),
+    "mistral window of one token": ("mistral", {"sliding_window": 1}),
     "mistral yarn": ("mistral", {"rope_parameters": YARN_SHORT, **SHORT}),
     "qwen2": ("qwen2", {}),
     "qwen2 tied gqa 7": ("qwen2", {**heads(14, 2, 64), "tie_word_embeddings": True}),
     "qwen2 yarn": ("qwen2", {"rope_parameters": YARN, "max_position_embeddings": 32}),
     "qwen2 window by layer": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 80, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "qwen3": ("qwen3", {}),
+    "qwen3 window by layer": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "qwen3 tied, head dim 128": ("qwen3", {**heads(8, 2, 128), "tie_word_embeddings": True}),
     "qwen3 biases": ("qwen3", {"attention_bias": True}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN, "max_position_embeddings": 32}),
@@ -75,12 +84,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
     ),
-    "phi3 window": ("phi3", {"sliding_window": 80}),
+    "phi3 window": ("phi3", {"sliding_window": 30}),
     "glm": ("glm", {}),
     "glm without biases": ("glm", {"attention_bias": False, **heads(8, 2, 64)}),
     "glm4": ("glm4", {}),
     "smollm3": ("smollm3", {}),
     "smollm3 tied": ("smollm3", {"tie_word_embeddings": True}),
+    "smollm3 window": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [0, 1, 1, 0]},
+    ),
     "smollm3 chosen layers": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
 }
 
@@ -167,6 +180,23 @@ def test_longrope_takes_the_frequencies_of_the_workers_longest_sequence(
     run.step(chunks=[(sequence, num_prompt - 20)])
     greedy(run, [sequence], 10)
     assert_equal(tiny_model(tiny_config("phi3", **overrides)), sequence, num_prompt)
+
+
+def test_a_cached_prefix_longer_than_the_window(tmp_path: Path) -> None:
+    """Blocks shared by two sequences, the first of them out of the second's sight at once."""
+    overrides = {"sliding_window": 20}
+    model = load_model(save_tiny_model(tmp_path, "mistral", **overrides))
+    run = PagedRun(model, CpuBackend())
+    first = run.add(prompt(60, seed=9))
+    run.step(chunks=[(first, 60)])
+    second = run.add([*first.token_ids[:48], *prompt(7, seed=10)])
+    second.block_ids, second.num_computed = first.block_ids[:3], 48
+    second.logits = {index: first.logits[index] for index in range(48)}
+    run.step(chunks=[(second, 7)])
+    greedy(run, [first, second], 5)
+    reference = tiny_model(tiny_config("mistral", **overrides))
+    assert_equal(reference, first, 60)
+    assert_equal(reference, second, 55)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
