@@ -22,6 +22,7 @@ from octavo_worker.models.config import (
 )
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
 from octavo_worker.models.families import FAMILIES, Family
+from octavo_worker.models.quant_linear import W4Kernels
 from octavo_worker.models.quantized import QuantMaker
 from octavo_worker.weights import (
     Checkpoint,
@@ -67,7 +68,7 @@ def load_model(
         config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
         model = _make_model(config, device, config.tie_word_embeddings, exchange, None)
         fill_random(model.slots(), seed=seed, std=config.initializer_range)
-        model.finish()
+        _finish(model)
         if progress is not None:
             progress(1.0)
         return model
@@ -88,8 +89,16 @@ def load_model(
         slots[head.embed_name] = slots.pop(embed_name)
         ignored = (head_name,) if head.tied else ()
         load_weights(checkpoint, slots, ignored=ignored, progress=progress)
-    model.finish()
+        del slots  # they hold what finishing lets go
+    _finish(model)
     return model
+
+
+def _finish(model: Model) -> None:
+    model.finish()
+    if model.device.type == "cuda":
+        # What was let go counts as used until the card has it back.
+        torch.cuda.empty_cache()
 
 
 def _make_model(
@@ -102,7 +111,7 @@ def _make_model(
     """`stored`: the checkpoint's tensors by name; None = values will be drawn."""
     make = None
     if config.quantization is not None:
-        make = QuantMaker(config, config.quantization, device, stored)
+        make = QuantMaker(config, config.quantization, device, stored, _kernels_for(device))
         _LOG.info("quantised: %s; computed with %s", config.quantization, make.form)
     if exchange is None:
         return Model(config, device, tied=tied, make=make)
@@ -112,3 +121,12 @@ def _make_model(
     from octavo_worker.parallel.sharded import make_share
 
     return make_share(config, device, exchange, tied=tied)
+
+
+def _kernels_for(device: torch.device) -> W4Kernels | None:
+    if device.type != "cuda":
+        return None
+    # Only here: a CPU worker never imports triton.
+    from octavo_kernels import w4a16
+
+    return w4a16

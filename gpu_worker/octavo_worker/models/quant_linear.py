@@ -11,16 +11,19 @@ T tokens, N outputs, K inputs.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from octavo_worker.quant import Codes, Quantization, Region, StoredForm
+from octavo_worker.quant.arrangement import arrange
 from octavo_worker.quant.codes import join
 from octavo_worker.quant.stored import LayerSize
 from octavo_worker.slots import Slot
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class Piece(Protocol):
@@ -37,11 +40,55 @@ class PlainPiece:
 
     weight: Tensor
 
+    @classmethod
+    def of(cls, codes: Codes, dtype: torch.dtype) -> Self:
+        return cls(codes.dequantize(dtype))
+
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
     def num_bytes(self) -> int:
         return self.weight.nbytes
+
+
+class W4Kernels(Protocol):
+    """What `octavo_kernels.w4a16` does, for whoever may import it."""
+
+    def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Any: ...
+
+    def matmul(self, x: Tensor, w: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """`weight`: what `kernels.pack` made; `order` int32: the inputs of its columns (None = all)."""
+
+    kernels: W4Kernels
+    weight: Any
+    order: Tensor | None
+
+    @classmethod
+    def of(cls, codes: Codes, kernels: W4Kernels, dtype: torch.dtype) -> Self:
+        """`dtype`: computed in; also of the scales, if no 16-bit float holds these."""
+        values, scales, zeros, group_size, order = arrange(codes)
+        weight = kernels.pack(values, _in_16_bits(scales, dtype), zeros, group_size)
+        return cls(kernels, weight, None if order is None else order.int())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        return self.kernels.matmul(x, self.weight)
+
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + (0 if self.order is None else self.order.nbytes)
+
+
+def _in_16_bits(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """As they are if a 16-bit float holds them all, else rounded."""
+    for candidate in _SIXTEEN_BITS:
+        if torch.equal(scales.to(candidate).float(), scales):
+            return scales.to(candidate)
+    return scales.to(dtype if dtype in _SIXTEEN_BITS else torch.float16)
 
 
 class QuantPart:

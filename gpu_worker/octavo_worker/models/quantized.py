@@ -1,11 +1,12 @@
 """The maker of a quantised checkpoint's linear layers.
 
 Which layers are quantised is the configuration's word, and what is stored must agree: a layer
-that is stored otherwise is refused by the tensor's name. Must not know:
-decoders. Entry point: `QuantMaker`.
+that is stored otherwise is refused by the tensor's name. With kernels for them 4-bit codes stay
+packed; else, and with 8 bits, a layer becomes a plain matrix. Must not know: decoders. Entry
+point: `QuantMaker`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -16,11 +17,13 @@ from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.linear import DenseMaker, Linear, Split
 from octavo_worker.models.quant_linear import (
     DensePart,
+    PackedPiece,
     Part,
     Piece,
     PlainPiece,
     QuantLinear,
     QuantPart,
+    W4Kernels,
 )
 from octavo_worker.quant import Codes, Quantization
 from octavo_worker.quant.stored import LayerSize
@@ -37,8 +40,10 @@ class QuantMaker:
         quantization: Quantization,
         device: torch.device,
         stored: Mapping[str, StoredTensor] | None,
+        kernels: W4Kernels | None,
     ) -> None:
-        """`stored`: the checkpoint's tensors by name; None = values will be drawn.
+        """`stored`: the checkpoint's tensors by name; None = values will be drawn. `kernels`: for
+        4-bit codes; None = all layers become plain matrices.
 
         Raises ConfigurationError for a quantised head.
         """
@@ -48,8 +53,13 @@ class QuantMaker:
         self._device = device
         self._stored = stored
         self._make_dense = DenseMaker(config.dtype, device)
-        self._make_piece = partial(_plain_piece, dtype=config.dtype)
-        self.form = f"{config.dtype} matrices".removeprefix("torch.")
+        self._make_piece: Callable[[Codes], Piece]
+        if kernels is not None and quantization.bits == 4:
+            self._make_piece = partial(PackedPiece.of, kernels=kernels, dtype=config.dtype)
+            self.form = "packed codes"
+        else:
+            self._make_piece = partial(PlainPiece.of, dtype=config.dtype)
+            self.form = f"{config.dtype} matrices".removeprefix("torch.")
         self._suffixes = [form.suffix for form in quantization.forms(LayerSize(32, 32, 1))]
         self._refuse_packed(self._layout.module_of("lm_head"), "a quantised head isn't supported")
 
@@ -153,7 +163,3 @@ def _no_bias(stored: Tensor) -> Tensor:
     if bool(stored.any()):
         raise BadValuesError("isn't 0, but config.json has no bias there")
     return stored[:0]
-
-
-def _plain_piece(codes: Codes, dtype: torch.dtype) -> Piece:
-    return PlainPiece(codes.dequantize(dtype))

@@ -5,6 +5,7 @@ One row for every option of every format that is read; the twin is transformers'
 
 import json
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +250,23 @@ def test_the_log_says_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert f"quantised: {said}; computed with float32 matrices" in caplog.messages
 
 
-def test_what_was_loaded_is_let_go(tmp_path: Path) -> None:
+def test_what_was_loaded_is_let_go_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a model never lies in memory twice."""
     save_quantized(tmp_path, gptq())
-    names = load_model(tmp_path).slots().keys()
-    assert not [name for name in names if name.endswith(("qweight", "qzeros", "scales", "g_idx"))]
+    finish, num_finished = QuantLinear.finish, 0
+
+    def watched(linear: QuantLinear) -> None:
+        nonlocal num_finished
+        loaded = [weakref.ref(slot.target) for _, slot in linear.slots()]
+        finish(linear)
+        assert [reference() for reference in loaded] == [None] * len(loaded)
+        num_finished += 1
+
+    monkeypatch.setattr(QuantLinear, "finish", watched)
+    load_model(tmp_path)
+    assert num_finished == 8
 
 
 # --- random weights -----------------------------------------------------------------------------
