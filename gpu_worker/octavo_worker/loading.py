@@ -23,7 +23,7 @@ from octavo_worker.backends import Backend, choose_backend
 from octavo_worker.engine import Engine
 from octavo_worker.gpu_readings import gpu_reader
 from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches, size_kv_cache
-from octavo_worker.models import Model, ModelConfig, load_model
+from octavo_worker.models import Model, ModelConfig, load_any_model
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import KVCaches, Runner
 from octavo_worker.spec import Capacity, Spec, kv_scheme_of
@@ -32,6 +32,7 @@ from octavo_worker.warm_up import warm_up
 from octavo_worker.weights import Progress
 
 if TYPE_CHECKING:
+    from octavo_worker.models.fallback import FallbackConfig, FallbackModel
     from octavo_worker.parallel.sharded import Exchange
 
 _logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class LoadedRunner(Generic[GroupT]):
 
     runner: Runner
     folder: Path
-    config: ModelConfig
+    model: "Model | FallbackModel"
+    config: "ModelConfig | FallbackConfig"
     backend: Backend
     device: torch.device
     size: KVCacheSize
@@ -108,7 +110,7 @@ def load(
     if device.type == "cuda":
         on_compiling()
         warm_up(runner, loaded.limits, loaded.max_num_batched_tokens)
-        runner.capture()
+        _capture(runner, loaded.model)
     metrics.sample_gpus(gpu_reader(device))
     if settings.profile:
         runner.profile = StepProfile()
@@ -161,8 +163,9 @@ def load_runner(
         settings.model, settings.revision, weights=settings.load_format != "random"
     )
     group = None if make_group is None else make_group(folder, device)
-    model = load_model(
+    model = load_any_model(
         folder,
+        impl=settings.model_impl,
         dtype=settings.dtype,
         device=device,
         load_format=settings.load_format,
@@ -183,10 +186,15 @@ def load_runner(
         vocab_size=config.vocab_size,
     )
     caches = allocate_kv_caches(config, size, device)
-    make_runner = Runner if group is None else group.make_runner
+    if group is None:
+        runner = Runner(model, backend, caches, limits, device)
+    else:
+        assert isinstance(model, Model)
+        runner = group.make_runner(model, backend, caches, limits, device)
     return LoadedRunner(
-        runner=make_runner(model, backend, caches, limits, device),
+        runner=runner,
         folder=folder,
+        model=model,
         config=config,
         backend=backend,
         device=device,
@@ -195,6 +203,23 @@ def load_runner(
         max_num_batched_tokens=max_num_batched_tokens,
         group=group,
     )
+
+
+def _capture(runner: Runner, model: "Model | FallbackModel") -> None:
+    """Capture the decode steps; of a model in transformers' code, where that is possible."""
+    if isinstance(model, Model):
+        runner.capture()
+        return
+    reason = "the model's code needs values on the host"
+    if model.is_capturable:
+        try:
+            runner.capture()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            reason = str(error)
+        else:
+            return
+    _logger.warning("decode steps run eager, launched kernel by kernel: %s", reason)
 
 
 class _ProgressLog:

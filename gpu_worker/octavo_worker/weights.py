@@ -135,17 +135,16 @@ class Checkpoint:
             path = self.folder / file_name
             if not path.exists():
                 raise ConfigurationError(
-                    f"{path}: the shard is absent; {index.name} says that it holds "
-                    f"{_some(expected)}"
+                    f"{path}: the shard is absent; {index.name} says that it holds {some(expected)}"
                 )
             stored = self._open_file(path)
             if absent := expected - stored.keys():
                 raise ConfigurationError(
-                    f"{path}: holds no {_some(absent)}, though {index.name} says so"
+                    f"{path}: holds no {some(absent)}, though {index.name} says so"
                 )
             if extra := stored.keys() - expected:
                 raise ConfigurationError(
-                    f"{path}: holds {_some(extra)}, which {index.name} doesn't place there"
+                    f"{path}: holds {some(extra)}, which {index.name} doesn't place there"
                 )
             tensors |= stored
         return tensors
@@ -191,7 +190,12 @@ def _open_safetensors(path: Path) -> Any:
         raise ConfigurationError(f"{path}: can't be read: {error}") from None
 
 
-def _some(names: Collection[str]) -> str:
+def is_float(dtype: str) -> bool:
+    """Whether safetensors' name of a dtype is one of the floats that models compute in."""
+    return _DTYPES.get(dtype) in FLOATS
+
+
+def some(names: Collection[str]) -> str:
     """At most three of the names, in order."""
     first = ", ".join(sorted(names)[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more tensors"
@@ -261,7 +265,7 @@ def _check(checkpoint: Checkpoint, slots: Mapping[str, Place], ignored: Collecti
     if missing := slots.keys() - tensors.keys():
         files = sorted({tensor.path.name for tensor in tensors.values()})
         raise ConfigurationError(
-            f"{checkpoint.folder}: the model needs {_some(missing)}, which no file holds "
+            f"{checkpoint.folder}: the model needs {some(missing)}, which no file holds "
             f"({', '.join(files[:3])}{', ...' if len(files) > 3 else ''})"
         )
     for name, tensor in tensors.items():

@@ -355,6 +355,11 @@ class WorkerSettings(CommonSettings):
     load_format: str = setting(
         "auto", "auto = safetensors; random = seeded weights", choices=("auto", "random")
     )
+    model_impl: str = setting(
+        "auto",
+        "native, transformers (its code, with paged attention), or auto = native if known",
+        choices=("auto", "native", "transformers"),
+    )
     backend: str = setting("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
     dtype: str = setting(
         "auto",

@@ -1,8 +1,9 @@
-"""Models: from a folder to a decoder on a device. Entry point: `load_model`.
+"""Models: from a folder to a decoder on a device. Entry points: `load_any_model`, `load_model`.
 
 `families` says what an architecture's name means, `layouts` how its checkpoints name and store
 what, `config` reads the folder, `rope` makes the position table, `decoder` computes, `quantized`
-makes the linear layers of quantised checkpoints. Must not know: requests, rows, sampling.
+makes the linear layers of quantised checkpoints; `fallback` is transformers' code for what they
+don't know. Must not know: requests, rows, sampling.
 """
 
 import logging
@@ -18,10 +19,11 @@ from octavo_worker.models.config import (
     choose_dtype,
     read_fields,
     read_gptq_fields,
+    read_json,
     stored_dtype,
 )
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
-from octavo_worker.models.families import FAMILIES, Family
+from octavo_worker.models.families import FAMILIES, Family, find_family
 from octavo_worker.models.quant_linear import W4Kernels
 from octavo_worker.models.quantized import QuantMaker
 from octavo_worker.weights import (
@@ -34,11 +36,60 @@ from octavo_worker.weights import (
 )
 
 if TYPE_CHECKING:
+    from octavo_worker.models.fallback import FallbackModel
     from octavo_worker.parallel.sharded import Exchange
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["FAMILIES", "Family", "Model", "ModelConfig", "load_model"]
+__all__ = ["FAMILIES", "Family", "Model", "ModelConfig", "load_any_model", "load_model"]
+
+
+def load_any_model(
+    folder: Path,
+    *,
+    impl: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    seed: int = 0,
+    max_model_len: int = 0,
+    progress: Progress | None = None,
+    exchange: "Exchange | None" = None,
+) -> "Model | FallbackModel":
+    """The model of `folder`, native or in transformers' code.
+
+    `impl`: "native", "transformers", or "auto" = native if the architecture is known. The other
+    arguments and errors are `load_model`'s.
+    """
+    is_known = find_family(read_json(folder / "config.json")) is not None
+    if impl == "native" or (impl == "auto" and is_known):
+        return load_model(
+            folder,
+            dtype=dtype,
+            device=device,
+            load_format=load_format,
+            seed=seed,
+            max_model_len=max_model_len,
+            progress=progress,
+            exchange=exchange,
+        )
+    if exchange is not None:
+        raise ConfigurationError(
+            "OCTAVO_TENSOR_PARALLEL: models in transformers' code can't be shared out",
+            param="tensor_parallel",
+        )
+    # Imports transformers, which takes seconds.
+    from octavo_worker.models.fallback_loading import load_fallback
+
+    return load_fallback(
+        folder,
+        dtype=dtype,
+        device=torch.device(device),
+        load_format=load_format,
+        seed=seed,
+        max_model_len=max_model_len,
+        progress=progress,
+    )
 
 
 def load_model(

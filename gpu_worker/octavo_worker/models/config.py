@@ -167,7 +167,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             sandwich_norms=family.sandwich_norms,
             tie_word_embeddings=flag(fields, "tie_word_embeddings"),
-            eos_token_ids=_eos_token_ids(folder, fields),
+            eos_token_ids=eos_token_ids(folder, fields),
             initializer_range=positive(fields, "initializer_range"),
             dtype=dtype,
             layout=family.layout,
@@ -238,7 +238,7 @@ def _max_model_len(fields: Fields, rope: RopeConfig, requested: int) -> int:
     return requested or limit
 
 
-def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
     """The ending ids: generation_config.json's if it names any, else config.json's."""
     path = folder / "generation_config.json"
     value = read_json(path).get("eos_token_id") if path.exists() else None

@@ -196,16 +196,22 @@ FAMILIES = (
 )
 
 
-def family_of(fields: Fields) -> Family:
-    """The family that config.json's `architectures` (else its `model_type`) names.
-
-    Raises ConfigurationError that lists the supported architectures.
-    """
+def find_family(fields: Fields) -> Family | None:
+    """The family that config.json's `architectures` (else its `model_type`) names, if any."""
     architectures = fields.get("architectures") or []
     for family in FAMILIES:
         named = any(name in architectures for name in (family.architecture, *family.aliases))
         if named or (not architectures and family.model_type == fields.get("model_type")):
             return family
+    return None
+
+
+def family_of(fields: Fields) -> Family:
+    """The family of config.json. Raises ConfigurationError that lists the supported ones."""
+    family = find_family(fields)
+    if family is not None:
+        return family
+    architectures = fields.get("architectures") or []
     named = ", ".join(map(str, architectures)) or f"of model_type {fields.get('model_type')!r}"
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise ConfigurationError(f"architecture {named} isn't supported; supported: {supported}")

@@ -19,6 +19,7 @@ import pytest
 from octavo.v1 import worker_pb2
 from tests.fakes.leader_client import chunk, leader_client, row_add
 from tests.oracle import check_greedy
+from tests.tiny_fallbacks import save_fallback_model
 
 START_TIMEOUT_S = 60.0
 NUM_PROMPTS, NUM_TOKENS = 6, 40
@@ -76,50 +77,64 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_greedy_over_grpc_equals_transformers(tiny_folder: Path, tmp_path: Path) -> None:
+PROMPTS = [[(7 * i + 11 * j * j) % 380 + 3 for j in range(1 + 9 * i)] for i in range(NUM_PROMPTS)]
+
+
+async def generate(address: str, model_name: str) -> list[list[int]]:
     """Six prompts prefilled in two plans, decoded together by the worker alone."""
-    prompts = [[(7 * i + 11 * j * j) % 380 + 3 for j in range(1 + 9 * i)] for i in range(6)]
+    async with leader_client(address) as client, asyncio.timeout(60):
+        described = await client.describe()
+        assert described.phase == worker_pb2.WORKER_PHASE_RUNNING
+        assert described.model.name == model_name
+        assert described.capacity.num_blocks == 64
+        steps = await client.lead()
+        adds = [
+            row_add(row, range(1 + 8 * row, 9 + 8 * row), len(prompt) + NUM_TOKENS)
+            for row, prompt in enumerate(PROMPTS)
+        ]
+        chunks = [chunk(row, prompt) for row, prompt in enumerate(PROMPTS)]
+        for plan_id, part in ((1, slice(0, 2)), (2, slice(2, 6))):
+            plan = worker_pb2.Plan(
+                plan_id=plan_id,
+                added_rows=adds[part],
+                chunks=chunks[part],
+                decode_until=10_000 if plan_id == 2 else 0,
+            )
+            await steps.send(plan=plan)
+        await steps.read_steps(NUM_TOKENS + 1)
+        return [steps.tokens(row) for row in range(len(PROMPTS))]
+
+
+def test_greedy_over_grpc_equals_transformers(tiny_folder: Path, tmp_path: Path) -> None:
     metrics_port = free_port()
-
-    async def generate(address: str) -> list[list[int]]:
-        async with leader_client(address) as client, asyncio.timeout(60):
-            described = await client.describe()
-            assert described.phase == worker_pb2.WORKER_PHASE_RUNNING
-            assert described.model.name == tiny_folder.name
-            assert described.capacity.num_blocks == 64
-            steps = await client.lead()
-            adds = [
-                row_add(row, range(1 + 8 * row, 9 + 8 * row), len(prompt) + NUM_TOKENS)
-                for row, prompt in enumerate(prompts)
-            ]
-            chunks = [chunk(row, prompt) for row, prompt in enumerate(prompts)]
-            for plan_id, part in ((1, slice(0, 2)), (2, slice(2, 6))):
-                plan = worker_pb2.Plan(
-                    plan_id=plan_id,
-                    added_rows=adds[part],
-                    chunks=chunks[part],
-                    decode_until=10_000 if plan_id == 2 else 0,
-                )
-                await steps.send(plan=plan)
-            await steps.read_steps(NUM_TOKENS + 1)
-            return [steps.tokens(row) for row in range(len(prompts))]
-
     flags = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--metrics-port", str(metrics_port))
     flags += ("--vllm-metrics", "false")
     with worker_process(tiny_folder, tmp_path, *flags) as worker:
-        answers = asyncio.run(generate(worker.address()))
+        answers = asyncio.run(generate(worker.address(), tiny_folder.name))
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
             metrics = page.read().decode()
         worker.process.send_signal(signal.SIGTERM)
         assert worker.wait() == 0
         assert worker.log().count("ready: worker on 127.0.0.1:") == 1
     assert f"octavo_worker_steps_total {NUM_TOKENS + 1}.0" in metrics
-    assert f'octavo_worker_tokens_total{{kind="prefill"}} {sum(map(len, prompts))}.0' in metrics
+    assert f'octavo_worker_tokens_total{{kind="prefill"}} {sum(map(len, PROMPTS))}.0' in metrics
     assert "octavo_redis_lag_seconds 0.0" in metrics
     assert "vllm:" not in metrics
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert len(answer) == NUM_TOKENS
         assert check_greedy(tiny_folder, prompt, answer).is_right
+
+
+def test_a_family_without_a_native_path_runs_in_transformers_code(tmp_path: Path) -> None:
+    folder = tmp_path / "olmo2"
+    save_fallback_model(folder, "olmo2")
+    flags = ("--num-kv-blocks", "64", "--max-num-seqs", "8")
+    with worker_process(folder, tmp_path, *flags) as worker:
+        answers = asyncio.run(generate(worker.address(), "olmo2"))
+        assert "Olmo2ForCausalLM runs in transformers' code" in worker.log()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer) == NUM_TOKENS
+        assert check_greedy(folder, prompt, answer).is_right
 
 
 def test_sigterm_lets_rows_end_within_the_grace(tiny_folder: Path, tmp_path: Path) -> None:
