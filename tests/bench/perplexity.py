@@ -1,0 +1,244 @@
+"""What fewer bits cost: the demo model's perplexity on texts that it knows, by stored form.
+
+Each form goes the worker's way, from a folder through the loader, the paged cache and the runner
+to log-probabilities of the prompt. 4-bit weights are rounded to the nearest code, which is the
+least that a quantiser does, and costs a model of this size much. FP8 is e4m3. A form's
+perplexity lies between two bounds: below the lower one nothing was rounded at all.
+
+Run: python -m tests.bench.perplexity
+"""
+
+import argparse
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octavo.hub import resolve_model
+from octavo_router.tokenizer import load_tokenizer
+from octavo_worker.backends import Backend
+from octavo_worker.backends.cpu import CpuBackend
+from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches
+from octavo_worker.models import load_model
+from octavo_worker.plan import Chunk, Plan, RowAdd, Sampling
+from octavo_worker.row_limits import RowLimits
+from octavo_worker.runner import Runner
+from tests.unit.gpu_worker.quantized_checkpoints import (
+    LINEARS,
+    TENSORS,
+    Recipe,
+    quantization_config,
+    round_to_nearest,
+)
+
+# In the public domain: the Declaration of Independence, the Constitution and its 14th amendment,
+# Genesis.
+KNOWN_TEXTS = (
+    "We hold these truths to be self-evident, that all men are created equal, that they are "
+    "endowed by their Creator with certain unalienable Rights, that among these are Life, Liberty "
+    "and the pursuit of Happiness. That to secure these rights, Governments are instituted among "
+    "Men, deriving their just powers from the consent of the governed, That whenever any Form of "
+    "Government becomes destructive of these ends, it is the Right of the People to alter or to "
+    "abolish it, and to institute new Government, laying its foundation on such principles and "
+    "organizing its powers in such form, as to them shall seem most likely to effect their Safety "
+    "and Happiness.",
+    "We the People of the United States, in Order to form a more perfect Union, establish Justice, "
+    "insure domestic Tranquility, provide for the common defence, promote the general Welfare, and "
+    "secure the Blessings of Liberty to ourselves and our Posterity, do ordain and establish this "
+    "Constitution for the United States of America.",
+    "All persons born or naturalized in the United States, and subject to the jurisdiction "
+    "thereof, are citizens of the United States and of the State wherein they reside. No State "
+    "shall make or enforce any law which shall abridge the privileges or immunities of citizens of "
+    "the United States; nor shall any State deprive any person of life, liberty, or property, "
+    "without due process of law; nor deny to any person within its jurisdiction the equal "
+    "protection of the laws.",
+    "In the beginning God created the heaven and the earth. And the earth was without form, and "
+    "void; and darkness was upon the face of the deep. And the Spirit of God moved upon the face "
+    "of the waters. And God said, Let there be light: and there was light. And God saw the light, "
+    "that it was good: and God divided the light from the darkness. And God called the light Day, "
+    "and the darkness he called Night. And the evening and the morning were the first day.",
+)
+BLOCK_SIZE = 16
+_E4M3_MOST = 448.0
+Save = Callable[[Path, Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a model is kept. `save(demo, folder)` writes it; None = the demo's folder as it is.
+
+    Its perplexity is between `least` and `most` times float32's.
+    """
+
+    name: str
+    least: float
+    most: float
+    save: Save | None = None
+    backend: Callable[[], Backend] = CpuBackend
+
+
+def perplexity(folder: Path, texts: Sequence[Sequence[int]], backend: Backend) -> float:
+    """exp of the mean of -log p over all tokens that have one before them, through a runner.
+
+    All texts in one step; each takes a row and blocks of its own.
+    """
+    device = torch.device("cpu")
+    model = load_model(folder, device=device)
+    table = -(-max(map(len, texts)) // BLOCK_SIZE) + 1
+    num_blocks = 1 + table * len(texts)
+    caches = allocate_kv_caches(model.config, KVCacheSize(num_blocks, BLOCK_SIZE, 0), device)
+    limits = RowLimits(
+        len(texts), num_blocks, BLOCK_SIZE, table * BLOCK_SIZE, model.config.vocab_size
+    )
+    runner = Runner(model, backend, caches, limits, device)
+    rows = [_row_add(row, ids, 1 + table * row, table) for row, ids in enumerate(texts)]
+    chunks = [Chunk(add.row, 0, add.history_token_ids, is_last=True) for add in rows]
+    runner.submit(Plan(1, added_rows=tuple(rows), chunks=tuple(chunks)))
+    outcome = runner.poll()
+    assert outcome is not None
+    assert not outcome.faults
+    logprobs = np.concatenate([piece.logprobs for piece in outcome.prompt_logprobs])
+    assert len(logprobs) == sum(len(ids) - 1 for ids in texts)
+    return math.exp(-float(logprobs.mean()))
+
+
+def _row_add(row: int, ids: Sequence[int], first_block: int, num_blocks: int) -> RowAdd:
+    return RowAdd(
+        row=row,
+        generation=1,
+        sampling=Sampling(prompt_logprobs=0),
+        sequence_index=0,
+        block_ids=np.arange(first_block, first_block + num_blocks),
+        num_computed_tokens=0,
+        max_total_tokens=len(ids) + 1,
+        history_token_ids=np.array(ids, np.int64),
+        num_prompt_tokens=len(ids),
+    )
+
+
+def known_ids(folder: Path) -> list[list[int]]:
+    tokenizer = load_tokenizer(folder)
+    return [tokenizer.encode(text).tolist() for text in KNOWN_TEXTS]
+
+
+# --- forms ------------------------------------------------------------------------------------
+
+
+def save_4_bit(method: str, group_size: int) -> Save:
+    """Linear layers rounded to the nearest of 16 codes between each group's ends."""
+    recipe = Recipe(method, group_size=group_size)
+
+    def save(demo: Path, folder: Path) -> None:
+        def store(name: str, weight: Tensor) -> dict[str, Tensor]:
+            groups = np.arange(weight.shape[1]) // group_size
+            layer = round_to_nearest(weight.numpy(), groups, recipe.bits, symmetric=False)
+            return {f"{name}.{key}": t for key, t in TENSORS[method](layer, recipe).items()}
+
+        save_linears(demo, folder, store, quantization_config=quantization_config(recipe))
+
+    return save
+
+
+def save_fp8(*, per_channel: bool) -> Save:
+    """Linear layers as e4m3 times one scale, or one for each output, and back."""
+
+    def save(demo: Path, folder: Path) -> None:
+        def store(name: str, weight: Tensor) -> dict[str, Tensor]:
+            most = weight.abs().amax(1, keepdim=True) if per_channel else weight.abs().max()
+            return {f"{name}.weight": _to_e4m3_and_back(weight, most)}
+
+        save_linears(demo, folder, store)
+
+    return save
+
+
+def _to_e4m3_and_back(values: Tensor, most: Tensor) -> Tensor:
+    """Rounded to e4m3 times a scale, at which `most` is e4m3's largest number."""
+    scale = most / _E4M3_MOST
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+class Fp8Cache(CpuBackend):
+    """Keeps keys and values as e4m3 holds them, with one scale a head."""
+
+    def rope_and_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        rotated = super().rope_and_cache(
+            q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache
+        )
+        block, place = slot_mapping // BLOCK_SIZE, slot_mapping % BLOCK_SIZE
+        for cache in (k_cache, v_cache):
+            written = cache[block, :, place]  # [T, K, D]
+            most = written.abs().amax((0, 2), keepdim=True)
+            cache[block, :, place] = _to_e4m3_and_back(written, most)
+        return rotated
+
+
+def save_linears(
+    demo: Path, folder: Path, store: Callable[[str, Tensor], dict[str, Tensor]], **config: Any
+) -> None:
+    """The demo's folder with each linear layer of the decoder as `store(name, weight)` has it."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(demo / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        is_linear = module.rsplit(".", 1)[-1] in LINEARS
+        tensors |= store(module, tensor.float()) if is_linear else {name: tensor}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((demo / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | config))
+    shutil.copy(demo / "generation_config.json", folder)
+
+
+FLOAT32 = Form("float32", 1.0, 1.0)
+FORMS = (
+    Form("4 bit, groups of 128 (GPTQ)", 2.2, 2.8, save_4_bit("gptq", 128)),
+    Form("4 bit, groups of 32 (AWQ)", 1.55, 1.95, save_4_bit("awq", 32)),
+    Form("FP8 weights, one scale a layer", 1.005, 1.05, save_fp8(per_channel=False)),
+    Form("FP8 weights, one scale an output", 1.005, 1.05, save_fp8(per_channel=True)),
+    Form("FP8 keys and values", 1.0005, 1.05, backend=Fp8Cache),
+)
+
+
+def measure(form: Form, demo: Path) -> float:
+    """The form's perplexity."""
+    texts = known_ids(demo)
+    if form.save is None:
+        return perplexity(demo, texts, form.backend())
+    with tempfile.TemporaryDirectory(prefix="octavo-perplexity-") as name:
+        form.save(demo, Path(name))
+        return perplexity(Path(name), texts, form.backend())
+
+
+def main() -> None:
+    argparse.ArgumentParser(description="perplexity of the demo model by stored form").parse_args()
+    demo = resolve_model("demo", None, weights=True)
+    print(f"{sum(map(len, known_ids(demo)))} tokens of texts that the model knows")
+    print(f"{'form':<36}{'perplexity':>11}{'x float32':>11}{'bounds':>17}")
+    base = measure(FLOAT32, demo)
+    print(f"{FLOAT32.name:<36}{base:>11.3f}")
+    for form in FORMS:
+        value = measure(form, demo)
+        bounds = f"{form.least:g} .. {form.most:g}"
+        print(f"{form.name:<36}{value:>11.3f}{value / base:>11.4f}{bounds:>17}")
+
+
+if __name__ == "__main__":
+    main()
