@@ -4,7 +4,7 @@
 
 Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023; the split
 over the context follows Dao et al., "Flash-Decoding", 2023. The G query heads of a kv head share
-its keys, so they are the rows of one M = 16 dot.
+its keys, so they are the rows of one dot, M = 16 or what a larger group needs.
 
 Rows differ in length, so the work is a flat list: `decode_work_list` cuts the contexts into items
 (row, start, end) of about total / (programs that fill the card) tokens. Its size depends on shapes
@@ -33,8 +33,8 @@ from octavo_kernels.paged_kv import (
     load_kv,
 )
 
-MAX_GROUP_SIZE = 16
-_ROWS = 16  # of the dot: the smallest that tensor cores take
+MAX_GROUP_SIZE = 128
+_MIN_ROWS = 16  # of the dot: the smallest that tensor cores take
 _PROGRAMS_PER_SM = 4
 _MIN_CHUNK_TOKENS = 256
 _MERGE_TILE = 16
@@ -278,7 +278,9 @@ def paged_decode_launches(
     """Attention over the items, then the merge."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
+    group_size = num_heads // num_kv_heads
     head_dim_padded = next_power_of_2(head_dim)
+    rows = max(_MIN_ROWS, next_power_of_2(group_size))
     tile, num_stages = _tile(q.dtype, head_dim_padded)
     attend = Launch(
         kernel=_paged_decode_kernel,
@@ -290,15 +292,15 @@ def paged_decode_launches(
         ),
         constants={
             "K": num_kv_heads,
-            "G": num_heads // num_kv_heads,
+            "G": group_size,
             "D": head_dim,
             "B": block_size,
             "D_PAD": head_dim_padded,
-            "ROWS": _ROWS,
+            "ROWS": rows,
             "TILE": tile,
             "SOFT_CAP": soft_cap or 0.0,
         },
-        num_warps=4,
+        num_warps=4 if rows <= 64 else 8,
         num_stages=num_stages,
     )
     merge = Launch(
@@ -325,7 +327,7 @@ def paged_decode(
 ) -> Tensor:
     """[S, H, D] in q's dtype; zeros for rows with context 0.
 
-    q: [S, H, D], H / K <= 16. k_cache, v_cache: [N, K, B, D]. block_table: int32 [S, M], read up
+    q: [S, H, D], H / K <= 128. k_cache, v_cache: [N, K, B, D]. block_table: int32 [S, M], read up
     to a row's context only. context_lens: int32 [S], the new token included.
     window: keys that a query sees, itself included; soft_cap: scores become
     soft_cap * tanh(score / soft_cap). work: from `decode_work_list` for the same window, if the

@@ -120,10 +120,10 @@ def _paged_prefill_kernel(
     tl.store(target, result.to(query.dtype), mask=mask)
 
 
-def _tiles(dtype: torch.dtype, head_dim_padded: int) -> tuple[int, int, int, int]:
+def _tiles(dtype: torch.dtype, head_dim_padded: int, group_size: int) -> tuple[int, int, int, int]:
     """(ROWS, TILE, num_warps, num_stages), chosen to keep sm_80 and sm_90 from spilling."""
-    if dtype == torch.float32:
-        return 16, 16, 4, 2  # no tensor cores: the products live in registers
+    if dtype == torch.float32:  # no tensor cores: the products live in registers
+        return max(16, next_power_of_2(group_size)), 16, 4, 2
     if head_dim_padded > 128:
         return 64, 32, 8, 2
     return 128, 32 if head_dim_padded > 64 else 64, 8, 3
@@ -146,7 +146,7 @@ def paged_prefill_launch(
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     group_size = q.shape[1] // num_kv_heads
     head_dim_padded = next_power_of_2(head_dim)
-    rows, tile, num_warps, num_stages = _tiles(q.dtype, head_dim_padded)
+    rows, tile, num_warps, num_stages = _tiles(q.dtype, head_dim_padded, group_size)
     assert group_size <= rows, (group_size, rows)
     return Launch(
         kernel=_paged_prefill_kernel,

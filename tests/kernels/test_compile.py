@@ -38,6 +38,10 @@ ATTENTION += [
 
 _GEMMA = {"head_dim": 256, "heads": (8, 4), "block_size": 16, "dtype": torch.bfloat16}
 _MISTRAL = {"head_dim": 128, "heads": (32, 8), "block_size": 16, "dtype": torch.bfloat16}
+# Many query heads on a kv head.
+_CHATGLM = {"head_dim": 128, "heads": (32, 2), "block_size": 16, "dtype": torch.bfloat16}
+_PHI4_MINI = _MISTRAL | {"heads": (24, 8)}
+_GLM4_32B = _CHATGLM | {"heads": (48, 2)}
 CAPPED = [
     _GEMMA | {"soft_cap": 50.0},
     _GEMMA | {"window": 4096, "soft_cap": 50.0},
@@ -102,18 +106,22 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
     _check(silu_mul_launch(_tensor(NUM_TOKENS, width, dtype=dtype), gate_up))
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=case_id)
+@pytest.mark.parametrize(
+    "case",
+    [*ATTENTION, _CHATGLM | {"rotated": 0.5}, _PHI4_MINI | {"rotated": 0.75}],
+    ids=case_id,
+)
 def test_rope_and_cache(case: dict) -> None:
     dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
     kv = _tensor(NUM_TOKENS, num_kv_heads, head_dim, dtype=dtype)
     cache = _tensor(100, num_kv_heads, case["block_size"], head_dim, dtype=dtype)
     places = (_int64(NUM_TOKENS), _int64(NUM_TOKENS))
-    cos_sin = _float32(2048, 2, head_dim // 2)
+    cos_sin = _float32(2048, 2, int(head_dim * case.get("rotated", 1)) // 2)
     _check(rope_and_cache_launch(q, kv, q, kv, kv, cos_sin, *places, cache, cache))
 
 
-@pytest.mark.parametrize("case", [*ATTENTION, *CAPPED[1:]], ids=case_id)
+@pytest.mark.parametrize("case", [*ATTENTION, _GLM4_32B, *CAPPED[1:]], ids=case_id)
 def test_paged_decode(case: dict) -> None:
     dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
@@ -125,12 +133,14 @@ def test_paged_decode(case: dict) -> None:
         *(q, partial_out, partial_lse, q, cache, cache, table, _work(), 0.125),
         soft_cap=case.get("soft_cap"),
     )
-    # 16 rows are too few for wgmma, which takes 64.
+    # 16 or 32 rows are too few for wgmma, which takes 64.
     _check_attention(attend, dtype, hopper="mma.sync")
     _check(merge)
 
 
-@pytest.mark.parametrize("case", [*ATTENTION, *CAPPED, _MISTRAL | {"window": 4096}], ids=case_id)
+@pytest.mark.parametrize(
+    "case", [*ATTENTION, _GLM4_32B, *CAPPED, _MISTRAL | {"window": 4096}], ids=case_id
+)
 def test_paged_prefill(case: dict) -> None:
     dtype, head_dim, (num_heads, num_kv_heads) = case["dtype"], case["head_dim"], case["heads"]
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)

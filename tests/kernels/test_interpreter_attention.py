@@ -34,6 +34,19 @@ def test_windows_and_soft_caps(case: dict[str, Any]) -> None:
     checks.check_paged_prefill(case, "cpu", [(5, 0), (0, 17), (70, 2), (31, 45)])
 
 
+@pytest.mark.parametrize("group_size", [24, 71])
+def test_many_query_heads_on_a_kv_head(group_size: int) -> None:
+    case = {
+        "head_dim": 64,
+        "group_size": group_size,
+        "num_kv_heads": 2,
+        "block_size": 16,
+        "dtype": torch.float32,
+    }
+    checks.check_paged_decode(case, "cpu", min_chunk=48, long=100)
+    checks.check_paged_prefill(case, "cpu", [(0, 3), (31, 5)])
+
+
 @pytest.mark.parametrize("window", [1, 64, 100])
 def test_tiles_that_some_rows_do_not_see(window: int) -> None:
     """A program's last rows see none of its first tiles if it has more tokens than a tile."""
