@@ -2,7 +2,7 @@
 
 Each is written down as a template with the ids that the authors' code builds, and the special
 tokens that end a turn in it. A template in the folder itself comes first; the ends hold for it,
-too. Must not know: files, tokenizers. Entry points: `ChatFormat`, the three formats.
+too. Must not know: files, tokenizers. Entry points: `ChatFormat`, the formats.
 
 A text that begins with a newline may be cut into other tokens than in the authors' code, which
 tokenizes each text by itself.
@@ -56,6 +56,19 @@ CHATGLM3 = ChatFormat(
 {%- for message in messages -%}
 {%- set role = 'observation' if message.role == 'tool' else message.role -%}
 {{ '<|' + role + '|>\n' }}{{ ' ' + message.content if message.content }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+""",
+    ("<|user|>", "<|observation|>"),
+)
+
+# huggingface.co/THUDM/glm-4-9b-chat: tokenization_chatglm.py, `build_single_message`.
+GLM4 = ChatFormat(
+    "GLM-4",
+    """\
+{%- for message in messages -%}
+{%- set role = 'observation' if message.role == 'tool' else message.role -%}
+{{ '<|' + role + '|>\n' + message.content }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
 """,

@@ -1,6 +1,7 @@
 """Tokenizers of model folders from before tokenizer.json, without running code from the folder.
 
     tokenizer.model   SentencePiece: Llama 2, Yi, Mistral, and ChatGLM2/3 with its own tokens
+    tokenizer.model   tiktoken's ranks under that name: GLM-4
     qwen.tiktoken     Qwen 1
 
 What belongs to a model family (special tokens, what begins a text, chat format) is chosen here
@@ -17,9 +18,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
 from octavo.errors import ConfigurationError
-from octavo_router.chat_formats import CHATGLM2, CHATGLM3, QWEN, ChatFormat
+from octavo_router.chat_formats import CHATGLM2, CHATGLM3, GLM4, QWEN, ChatFormat
 from octavo_router.sentencepiece_model import read_sentencepiece
-from octavo_router.tiktoken_ranks import read_tiktoken
+from octavo_router.tiktoken_ranks import is_tiktoken, read_tiktoken
 from octavo_router.tokenizer_files import Json, add_tokens, content_of, read_json
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,26 @@ logger = logging.getLogger(__name__)
 _GLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _GLM_PREFIX = ("[gMASK]", "sop")
+# huggingface.co/THUDM/glm-4-9b: tokenization_chatglm.py, `ChatGLM4Tokenizer`, and the tokens of
+# its tokenizer_config.json.
+_GLM4_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GLM4_PREFIX = ("[gMASK]", "<sop>")
+_GLM4_TOKENS = (
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    *_GLM_ROLES,
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+)
 # huggingface.co/Qwen/Qwen-7B: tokenization_qwen.py, `PAT_STR` and `SPECIAL_TOKENS`.
 _QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -69,7 +90,7 @@ def read_original(folder: Path) -> OriginalTokenizer | None:
     elif sentencepiece.is_file():
         file = sentencepiece
         is_chatglm = _is_chatglm(folder, config)
-        original = _chatglm(file, folder, config) if is_chatglm else _llama(file, config)
+        original = _any_chatglm(file, folder, config) if is_chatglm else _llama(file, config)
     else:
         return None
     _check_ids(original.backend, config, folder)
@@ -112,6 +133,16 @@ def _llama(file: Path, config: Json) -> OriginalTokenizer:
     after = _tokens(config, "eos_token") if config.get("add_eos_token", False) else []
     _surround(found.backend, before, after)
     return OriginalTokenizer(found.backend, defaults)
+
+
+def _any_chatglm(file: Path, folder: Path, config: Json) -> OriginalTokenizer:
+    return _glm4(file) if is_tiktoken(file) else _chatglm(file, folder, config)
+
+
+def _glm4(file: Path) -> OriginalTokenizer:
+    backend = read_tiktoken(file, pattern=_GLM4_PATTERN, special_tokens=_GLM4_TOKENS)
+    _surround(backend, _GLM4_PREFIX, ())
+    return OriginalTokenizer(backend, {"eos_token": _GLM4_TOKENS[0]}, GLM4)
 
 
 def _chatglm(file: Path, folder: Path, config: Json) -> OriginalTokenizer:

@@ -5,11 +5,12 @@ Each line is a token, base64 of its bytes, and its rank, which is its id
 neighbours whose joined bytes have the lowest rank merge first; a part that is a token as it is
 stays whole. Special tokens take the ids after the last rank. Ids equal tiktoken's, but where two
 cuts of one token overlap. Must not know: which model a file belongs to.
-Entry point: `read_tiktoken`.
+Entry points: `read_tiktoken`, `is_tiktoken`.
 """
 
 import base64
 import binascii
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from octavo.errors import ConfigurationError
 from octavo_router.token_decoder import BYTE_OF_CHAR
 
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # For `str.translate` of bytes as latin-1 text.
 _LETTERS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 
@@ -43,6 +45,12 @@ def read_tiktoken(file: Path, *, pattern: str, special_tokens: Iterable[str]) ->
         [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     )
     return backend
+
+
+def is_tiktoken(file: Path) -> bool:
+    """Whether the first line is what such a file's lines are."""
+    with file.open("rb") as lines:
+        return _LINE.match(lines.read(200)) is not None
 
 
 def _read_ranks(file: Path) -> Sequence[str]:

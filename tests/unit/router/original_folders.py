@@ -7,6 +7,7 @@ second), writes what the original checkpoints hold, and returns the folder.
 import base64
 import io
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ from tests.unit.router.trained_tokenizers import CORPUS
 QWEN_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+# As huggingface.co/THUDM/glm-4-9b's tokenizer_config.json lists them.
+GLM4_TOKENS = (
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>"),
+    *("<|user|>", "<|assistant|>", "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>"),
 )
 _LLAMA_OPTIONS: dict[str, Any] = {
     "model_type": "bpe",
@@ -111,14 +118,43 @@ def qwen_folder(folder: Path, chat_format: str | None = "chatml") -> Path:
     return folder
 
 
+def glm4_folder(folder: Path) -> Path:
+    """GLM-4 in its authors' layout: ranks under SentencePiece's name, and the special tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_ranks(folder / "tokenizer.model", train_ranks())
+    listed = {len(train_ranks()) + index: token for index, token in enumerate(GLM4_TOKENS)}
+    write_json(
+        folder,
+        tokenizer_config={
+            "tokenizer_class": "ChatGLM4Tokenizer",
+            "added_tokens_decoder": {
+                str(token_id): {"content": token, "special": True}
+                for token_id, token in listed.items()
+            },
+            "additional_special_tokens": list(GLM4_TOKENS),
+            "eos_token": "<|endoftext|>",
+        },
+        config={"model_type": "chatglm", "eos_token_id": len(train_ranks())},
+    )
+    return folder
+
+
 def qwen_oracle() -> tiktoken.Encoding:
     """tiktoken with the ranks and special tokens of `qwen_folder`."""
+    extras = (f"<|extra_{number}|>" for number in range(205))
+    return _oracle(QWEN_PATTERN, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *extras))
+
+
+def glm4_oracle() -> tiktoken.Encoding:
+    """tiktoken with the ranks and special tokens of `glm4_folder`."""
+    return _oracle(QWEN_PATTERN.replace(r"\p{N}| ", r"\p{N}{1,3}| "), GLM4_TOKENS)
+
+
+def _oracle(pattern: str, special_tokens: Sequence[str]) -> tiktoken.Encoding:
     ranks = train_ranks()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    special += [f"<|extra_{number}|>" for number in range(205)]
     return tiktoken.Encoding(
-        "qwen",
-        pat_str=QWEN_PATTERN,
+        "test",
+        pat_str=pattern,
         mergeable_ranks=ranks,
-        special_tokens={token: len(ranks) + index for index, token in enumerate(special)},
+        special_tokens={token: len(ranks) + index for index, token in enumerate(special_tokens)},
     )

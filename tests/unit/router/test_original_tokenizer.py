@@ -22,6 +22,8 @@ from octavo_router.detokenizer import Detokenizer
 from octavo_router.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.router.original_folders import (
     chatglm_folder,
+    glm4_folder,
+    glm4_oracle,
     llama_folder,
     qwen_folder,
     qwen_oracle,
@@ -30,7 +32,7 @@ from tests.unit.router.original_folders import (
 )
 from tests.unit.router.trained_tokenizers import SAMPLES
 
-TEXTS = ("", " ", "  two  spaces ", "a\nb", "sophisticated people eloped", *SAMPLES)
+TEXTS = ("", " ", "  two  spaces ", "a\nb", "1234567", "sophisticated people eloped", *SAMPLES)
 TALK = [
     {"role": "user", "content": "Hello 世界"},
     {"role": "assistant", "content": "Good day.\nHow are you?"},
@@ -41,6 +43,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "llama": llama_folder,
     "chatglm2": lambda folder: chatglm_folder(folder, 2),
     "chatglm3": lambda folder: chatglm_folder(folder, 3),
+    "glm4": glm4_folder,
     "qwen": qwen_folder,
 }
 
@@ -86,6 +89,10 @@ def test_texts_have_the_published_ids(
     ids = qwen_oracle().encode(composed)
     assert tokenizers["qwen"].encode(text).tolist() == ids
     assert tokenizers["qwen"].decode(ids) == composed
+    ids = glm4_oracle().encode(text)
+    prefix = [glm4_oracle().encode_single_token(token) for token in ("[gMASK]", "<sop>")]
+    assert tokenizers["glm4"].encode(text).tolist() == [*prefix, *ids]
+    assert tokenizers["glm4"].decode(ids) == text
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -127,6 +134,7 @@ def test_ids_that_end_an_answer(folders: dict[str, Path], tokenizers: dict[str, 
         "llama": (2,),
         "chatglm2": (2,),
         "chatglm3": (2, ids["user"], ids["observation"]),
+        "glm4": (end_of_text, end_of_text + 7, end_of_text + 9),
         "qwen": (end_of_text, end_of_text + 2, end_of_text + 1),
     }
 
@@ -140,6 +148,7 @@ def test_special_tokens_are_special(
         "llama": {0, 1, 2},
         "chatglm2": {0, 1, 2, *range(size, size + 5)},
         "chatglm3": {0, 1, 2, *range(size, size + 9)},
+        "glm4": {*range(num_ranks, num_ranks + 14)},
         "qwen": {*range(num_ranks, num_ranks + 208)},
     }
     for name, tokenizer in tokenizers.items():
@@ -260,7 +269,18 @@ def test_qwens_chats_have_the_published_ids(tokenizers: dict[str, Tokenizer]) ->
     assert encode_chat([SYSTEM, *TALK]).tolist() == expected([SYSTEM, *TALK])
 
 
-@pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "qwen"])
+def test_glm4s_chats_have_the_published_ids(tokenizers: dict[str, Tokenizer]) -> None:
+    """`build_single_message`: each is its role, a line for metadata, and its text."""
+    oracle = glm4_oracle()
+    expected = [oracle.encode_single_token(token) for token in ("[gMASK]", "<sop>")]
+    for message in [SYSTEM, *TALK]:
+        expected += [oracle.encode_single_token(f"<|{message['role']}|>"), *oracle.encode("\n")]
+        expected += oracle.encode(message["content"])
+    expected += [oracle.encode_single_token("<|assistant|>")]
+    assert tokenizers["glm4"].encode_chat([SYSTEM, *TALK]).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4", "qwen"])
 def test_a_final_answer_can_be_continued(tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer = tokenizers[name]
     ids = tokenizer.encode_chat(
