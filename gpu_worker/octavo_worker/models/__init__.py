@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.errors import ConfigurationError
 from octavo_worker.models.config import (
     ModelConfig,
     choose_dtype,
@@ -24,6 +23,7 @@ from octavo_worker.models.config import (
 )
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
 from octavo_worker.models.families import FAMILIES, Family, find_family
+from octavo_worker.models.linear import DenseMaker
 from octavo_worker.models.quant_linear import W4Kernels
 from octavo_worker.models.quantized import QuantMaker
 from octavo_worker.weights import (
@@ -160,18 +160,16 @@ def _make_model(
     stored: Mapping[str, StoredTensor] | None,
 ) -> Model:
     """`stored`: the checkpoint's tensors by name; None = values will be drawn."""
-    make = None
+    make = DenseMaker(config.dtype, device)
     if config.quantization is not None:
         make = QuantMaker(config, config.quantization, device, stored, _kernels_for(device))
         _LOG.info("quantised: %s; computed with %s", config.quantization, make.form)
     if exchange is None:
         return Model(config, device, tied=tied, make=make)
-    if make is not None:
-        raise ConfigurationError("OCTAVO_TENSOR_PARALLEL: quantised models can't be shared out")
     # Only here: a worker that has its model to itself imports none of it.
     from octavo_worker.parallel.sharded import make_share
 
-    return make_share(config, device, exchange, tied=tied)
+    return make_share(config, device, exchange, tied=tied, make=make)
 
 
 def _kernels_for(device: torch.device) -> W4Kernels | None:

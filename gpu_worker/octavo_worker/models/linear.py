@@ -8,7 +8,7 @@ Entry points: `Weights`, `Linear`, `LinearMaker`, `DenseMaker`.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,24 +69,67 @@ class LinearMaker(Protocol):
         ...
 
 
+class CuttingMaker(LinearMaker, Protocol):
+    """A maker that also makes a part of a layer, for one of several ranks."""
+
+    def cut(
+        self,
+        module: str,
+        parts: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool,
+        outputs: Mapping[str, range],
+        inputs: range,
+    ) -> Linear:
+        """Some outputs of every part and some inputs of a layer; sizes are the whole layer's.
+
+        A bias is the wanted outputs', whatever the inputs are.
+        """
+        ...
+
+
+class DensePart(NamedTuple):
+    """A stored matrix [size, in_size]: the region that is wanted of it."""
+
+    size: int
+    in_size: int
+    outputs: range
+    inputs: range
+
+    def weight_slot(self, target: Tensor) -> Slot:
+        def take(stored: Tensor) -> Tensor:
+            rows = stored[self.outputs.start : self.outputs.stop]
+            return rows[:, self.inputs.start : self.inputs.stop]
+
+        return Slot(target, shape=(self.size, self.in_size), take=take)
+
+    def bias_slot(self, target: Tensor) -> Slot:
+        def take(stored: Tensor) -> Tensor:
+            return stored[self.outputs.start : self.outputs.stop]
+
+        return Slot(target, shape=(self.size,), take=take)
+
+
 @dataclass(slots=True)
 class DenseLinear:
-    """weight [out, in] and bias [out] or None; `parts`: full name of a part -> its outputs."""
+    """weight [out, in] and bias [out] or None; `parts` by their full names."""
 
     weight: Tensor
     bias: Tensor | None
-    parts: Mapping[str, int]
+    parts: Mapping[str, DensePart]
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         start = 0
-        for name, size in self.parts.items():
-            yield f"{name}.weight", Slot(self.weight[start : start + size])
+        for name, part in self.parts.items():
+            rows = slice(start, start + len(part.outputs))
+            yield f"{name}.weight", part.weight_slot(self.weight[rows])
             if self.bias is not None:
-                yield f"{name}.bias", Slot(self.bias[start : start + size])
-            start += size
+                yield f"{name}.bias", part.bias_slot(self.bias[rows])
+            start = rows.stop
         assert start == self.weight.shape[0]
 
     def finish(self) -> None:
@@ -112,7 +155,25 @@ class DenseMaker:
         bias: bool,
         split: Split,  # noqa: ARG002 - one rank holds all
     ) -> DenseLinear:
-        out_size = sum(parts.values())
-        weight = torch.empty(out_size, in_size, dtype=self._dtype, device=self._device)
+        whole = {name: range(size) for name, size in parts.items()}
+        return self.cut(module, parts, in_size, bias=bias, outputs=whole, inputs=range(in_size))
+
+    def cut(
+        self,
+        module: str,
+        parts: Mapping[str, int],
+        in_size: int,
+        *,
+        bias: bool,
+        outputs: Mapping[str, range],
+        inputs: range,
+    ) -> DenseLinear:
+        """See `CuttingMaker`."""
+        wanted = {
+            f"{module}.{name}": DensePart(size, in_size, outputs[name], inputs)
+            for name, size in parts.items()
+        }
+        out_size = sum(len(part.outputs) for part in wanted.values())
+        weight = torch.empty(out_size, len(inputs), dtype=self._dtype, device=self._device)
         vector = torch.empty(out_size, dtype=self._dtype, device=self._device) if bias else None
-        return DenseLinear(weight, vector, {f"{module}.{k}": v for k, v in parts.items()})
+        return DenseLinear(weight, vector, wanted)

@@ -1,10 +1,6 @@
 """Layers of which every rank holds a part, and a vocabulary in parts.
 
-A maker is wrapped: it makes a rank's layer at its own, smaller size, and the same layer at the
-stored size on the meta device, which only lends its shapes. Where the two differ, the stored
-tensor is narrowed (a view of the mapped file: the other ranks' values are never read). So any
-maker can be cut whose stored tensors follow outputs and inputs in proportion.
-
+A wrapped maker cuts a rank's part out of each layer: of what is stored, the rest is never read.
 Layers cut by outputs need no exchange. Those cut by inputs give partial sums, added up over the
 ranks. Must not know: files, processes. Entry point: `make_share`.
 
@@ -12,22 +8,18 @@ T tokens, E entries, V vocabulary, Hid hidden size, N ranks.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.errors import ConfigurationError
 from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.decoder import Model
-from octavo_worker.models.linear import DenseMaker, Linear, LinearMaker, Split
-from octavo_worker.parallel.shares import Share, Span
+from octavo_worker.models.linear import CuttingMaker, Linear, Split
+from octavo_worker.parallel.shares import Share
 from octavo_worker.slots import Slot
-
-MakeOn = Callable[[torch.device], LinearMaker]
 
 
 class Exchange(Protocol):
@@ -46,29 +38,30 @@ class Exchange(Protocol):
 
 
 def make_share(
-    config: ModelConfig, device: torch.device, exchange: Exchange, *, tied: bool
+    config: ModelConfig,
+    device: torch.device,
+    exchange: Exchange,
+    *,
+    tied: bool,
+    make: CuttingMaker,
 ) -> Model:
-    """One rank's part of the model of `config`, uninitialised.
+    """One rank's part of the model of `config`, whose layers `make` makes; uninitialised.
 
     Raises ConfigurationError naming the field of config.json that can't be shared out.
     """
     own_config = exchange.share.of_config(config)
-    make = ShardedMaker(partial(DenseMaker, config.dtype), exchange, config, device)
+    sharded = ShardedMaker(make, exchange, config.head_dim)
     vocab = ShardedVocab(exchange, config.vocab_size)
-    return Model(config, device, tied=tied, make=make, own_config=own_config, vocab=vocab)
+    return Model(config, device, tied=tied, make=sharded, own_config=own_config, vocab=vocab)
 
 
 class ShardedMaker:
-    """Makes a rank's part of layers that `make_on(device)` makes."""
+    """Makes a rank's part of a model's linear layers."""
 
-    def __init__(
-        self, make_on: MakeOn, exchange: Exchange, config: ModelConfig, device: torch.device
-    ) -> None:
-        """`config`: the whole model's."""
-        self._make = make_on(device)
-        self._make_whole = make_on(torch.device("meta"))
+    def __init__(self, make: CuttingMaker, exchange: Exchange, head_dim: int) -> None:
+        self._make = make
         self._exchange = exchange
-        self._head_dim = config.head_dim
+        self._head_dim = head_dim
 
     def __call__(
         self, module: str, parts: Mapping[str, int], in_size: int, *, bias: bool, split: Split
@@ -76,47 +69,39 @@ class ShardedMaker:
         """See `LinearMaker`; `parts` and `in_size` are the whole layer's."""
         if split is Split.NONE:
             return self._make(module, parts, in_size, bias=bias, split=split)
-        spans = {name: self._span(size, split) for name, size in parts.items()}
-        if split is Split.ROWS:
-            own_parts, own_in = parts, _part_of(in_size, self._exchange.share.of_any)
-        else:
-            own_parts = {name: _part_of(size, spans[name]) for name, size in parts.items()}
-            own_in = in_size
-        layer = self._make(module, own_parts, own_in, bias=bias, split=split)
-        whole = self._make_whole(module, parts, in_size, bias=bias, split=split)
-        named = {f"{module}.{name}": span for name, span in spans.items()}
-        if split is Split.ROWS:
-            return RowsLinear(layer, whole, named, self._exchange)
-        return ColumnsLinear(layer, whole, named)
-
-    def _span(self, size: int, split: Split) -> Span:
         share = self._exchange.share
+        if split is Split.ROWS:
+            outputs = {name: range(size) for name, size in parts.items()}
+            inputs = share.of_values(in_size)
+        else:
+            outputs = {name: self._outputs(size, split) for name, size in parts.items()}
+            inputs = range(in_size)
+        layer = self._make.cut(module, parts, in_size, bias=bias, outputs=outputs, inputs=inputs)
+        return PartialSums(layer, self._exchange) if split is Split.ROWS else layer
+
+    def _outputs(self, size: int, split: Split) -> range:
         if split is Split.HEADS:
-            return share.of_heads(size // self._head_dim)
-        return share.of_any
+            heads = self._exchange.share.of_heads(size // self._head_dim)
+            return range(heads.start * self._head_dim, heads.stop * self._head_dim)
+        return self._exchange.share.of_values(size)
 
 
-def _part_of(size: int, span: Span) -> int:
-    assert size % span.total == 0, (size, span)
-    return size // span.total * span.num
+class PartialSums:
+    """A layer over a rank's inputs: its sums are partial, until all ranks have added theirs."""
 
-
-class ColumnsLinear:
-    """A rank's outputs of a layer; `spans`: part -> which of its units."""
-
-    def __init__(self, layer: Linear, whole: Linear, spans: Mapping[str, Span]) -> None:
+    def __init__(self, layer: Linear, exchange: Exchange) -> None:
         self._layer = layer
-        self._whole = whole
-        self._spans = spans
+        self._exchange = exchange
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._layer(x)
+        return self._exchange.all_reduce(self._layer(x))
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        whole = dict(self._whole.slots())
         for name, slot in self._layer.slots():
-            span = self._spans[name.rsplit(".", 1)[0]]
-            yield name, _narrowed(name, slot, whole[name], span)
+            # A bias belongs into the sum once.
+            if name.endswith(".bias") and self._exchange.share.rank > 0 and slot.target.numel():
+                slot = dataclasses.replace(slot, take=torch.zeros_like, fill=_no_values)
+            yield name, slot
 
     def finish(self) -> None:
         self._layer.finish()
@@ -125,54 +110,8 @@ class ColumnsLinear:
         return self._layer.num_bytes()
 
 
-class RowsLinear(ColumnsLinear):
-    """A rank's inputs of a layer: its sums are partial, until all ranks have added theirs."""
-
-    def __init__(
-        self, layer: Linear, whole: Linear, spans: Mapping[str, Span], exchange: Exchange
-    ) -> None:
-        super().__init__(layer, whole, spans)
-        self._exchange = exchange
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._exchange.all_reduce(self._layer(x))
-
-    def slots(self) -> Iterator[tuple[str, Slot]]:
-        for name, slot in super().slots():
-            # Once in the sum of all ranks.
-            if name.endswith(".bias") and self._exchange.share.rank > 0:
-                slot = dataclasses.replace(slot, take=_zeros, fill=_no_values)
-            yield name, slot
-
-
-def _zeros(stored: Tensor) -> Tensor:
-    return torch.zeros_like(stored)
-
-
 def _no_values(target: Tensor, _generator: torch.Generator, _std: float) -> None:
     target.zero_()
-
-
-def _narrowed(name: str, slot: Slot, whole: Slot, span: Span) -> Slot:
-    """`slot`, filled from the stored tensor of the whole layer's."""
-    cuts: list[tuple[int, int, int]] = []
-    for dim, (own, stored) in enumerate(zip(slot.shape, whole.shape, strict=True)):
-        if own == stored:
-            continue
-        if own * span.total != stored * span.num:
-            raise ConfigurationError(
-                f"OCTAVO_TENSOR_PARALLEL: {name} {list(whole.shape)} can't be cut along dimension "
-                f"{dim} into {span.total} parts",
-                param="tensor_parallel",
-            )
-        cuts.append((dim, own // span.num * span.start, own))
-
-    def take(stored: Tensor) -> Tensor:
-        for dim, start, length in cuts:
-            stored = stored.narrow(dim, start, length)
-        return stored if slot.take is None else slot.take(stored)
-
-    return dataclasses.replace(slot, shape=whole.shape, take=take if cuts else slot.take)
 
 
 class ShardedVocab:

@@ -5,18 +5,9 @@ Must not know: tensors, processes. Entry point: `Share`.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.config import ModelConfig
-
-
-class Span(NamedTuple):
-    """Units [start, start + num) of `total`."""
-
-    start: int
-    num: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +32,22 @@ class Share:
         return dataclasses.replace(
             config,
             num_heads=config.num_heads // self.size,
-            num_kv_heads=self.of_heads(num_kv_heads).num,
+            num_kv_heads=len(self.of_heads(num_kv_heads)),
             intermediate_size=config.intermediate_size // self.size,
         )
 
-    def of_heads(self, num_heads: int) -> Span:
+    def of_heads(self, num_heads: int) -> range:
         """Whole heads: as many for every rank, or one for several ranks."""
-        if num_heads < self.size:
-            return Span(self.rank * num_heads // self.size, 1, num_heads)
-        count = num_heads // self.size
-        return Span(self.rank * count, count, num_heads)
+        if num_heads >= self.size:
+            return self.of_values(num_heads)
+        head = self.rank * num_heads // self.size
+        return range(head, head + 1)
 
-    @property
-    def of_any(self) -> Span:
-        """One of `size` equal parts."""
-        return Span(self.rank, 1, self.size)
+    def of_values(self, size: int) -> range:
+        """This rank's of equal parts."""
+        assert size % self.size == 0, (size, self.size)
+        count = size // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
 
     def of_vocabulary(self, vocab_size: int) -> range:
         """Token ids whose rows this rank holds; shorter, even empty, at the vocabulary's end."""
