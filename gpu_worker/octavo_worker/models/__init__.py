@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.errors import ConfigurationError
 from octavo_worker.models.config import (
     ModelConfig,
     choose_dtype,
