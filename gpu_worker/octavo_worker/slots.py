@@ -25,7 +25,7 @@ class Place(Protocol):
     def dtypes(self) -> frozenset[torch.dtype]: ...
 
     def load(self, stored: Tensor) -> None:
-        """Copy the stored tensor's values to their place."""
+        """Copy the stored tensor's values to their place; several threads load at once."""
         ...
 
 
@@ -61,7 +61,12 @@ class Slot:
 
     def load(self, stored: Tensor) -> None:
         """Copy a stored tensor's values to their place."""
-        self.target.copy_(stored if self.take is None else self.take(stored))
+        values = stored if self.take is None else self.take(stored)
+        if self.target.is_cuda:
+            # Through pinned memory: this thread reads the file while others' copies run, where
+            # the driver would copy pages of the mapping one by one.
+            values = values.to(self.target.dtype).pin_memory()
+        self.target.copy_(values)
 
     def draw(self, generator: torch.Generator, std: float) -> None:
         """Random values."""

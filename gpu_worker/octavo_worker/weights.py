@@ -8,6 +8,7 @@ backends, services. Entry points: `Checkpoint`, `load_weights`, `fill_random`.
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.errors import ConfigurationError
+from octavo_worker.load_threads import in_threads
 from octavo_worker.models.config import read_json
 from octavo_worker.slots import FLOATS, BadValuesError, Place, Slot
 
@@ -239,25 +241,41 @@ def load_weights(
     *,
     ignored: Collection[str] = (),
     progress: Progress | None = None,
+    num_threads: int = 1,
 ) -> None:
     """Fill every slot from the tensor of its name, exactly once.
 
-    `ignored` may be in the checkpoint without a slot. `progress` gets the loaded fraction.
-    Raises ConfigurationError naming tensor and file before anything is loaded.
+    `ignored` may be in the checkpoint without a slot. `progress` gets the loaded fraction, in the
+    caller's thread. Raises ConfigurationError naming tensor and file, but for broken values before
+    anything is loaded.
     """
     _check(checkpoint, slots, ignored)
-    total = sum(checkpoint.tensors[name].num_bytes for name in slots)
-    done = 0
+    began = time.monotonic()
     by_file = sorted(slots, key=lambda name: str(checkpoint.tensors[name].path))
-    for name in by_file:
+    sizes = {name: checkpoint.tensors[name].num_bytes for name in by_file}
+    total, done = sum(sizes.values()), 0
+
+    def load(name: str) -> str:
         try:
             slots[name].load(checkpoint.read(name))
         except BadValuesError as error:
             path = checkpoint.tensors[name].path
             raise ConfigurationError(f"{path}: tensor {name} {error}") from None
-        done += checkpoint.tensors[name].num_bytes
+        return name
+
+    for name in in_threads(load, by_file, num_threads):
+        done += sizes[name]
         if progress is not None:
             progress(done / total)
+    seconds = time.monotonic() - began
+    _LOG.info(
+        "weights: %.2f GB of %d tensors in %.1f s, %.1f GB/s (threads: %d)",
+        total / 1e9,
+        len(sizes),
+        seconds,
+        total / 1e9 / max(seconds, 1e-9),
+        num_threads,
+    )
 
 
 def _check(checkpoint: Checkpoint, slots: Mapping[str, Place], ignored: Collection[str]) -> None:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from octavo_worker.parallel.sharded import Exchange
 
 _LOG = logging.getLogger(__name__)
+# On a card, reading a file and copying to the card overlap, and each takes more than one core.
+_LOAD_THREADS = {"cpu": 1, "cuda": 8}
 
 __all__ = ["FAMILIES", "Family", "Model", "ModelConfig", "load_any_model", "load_model"]
 
@@ -140,7 +142,13 @@ def load_model(
         slots = layout.stored(model.slots(), config.heads)
         slots[head.embed_name] = slots.pop(embed_name)
         ignored = (head_name,) if head.tied else ()
-        load_weights(checkpoint, slots, ignored=ignored, progress=progress)
+        load_weights(
+            checkpoint,
+            slots,
+            ignored=ignored,
+            progress=progress,
+            num_threads=_LOAD_THREADS[device.type],
+        )
         del slots  # they hold what finishing lets go
     _finish(model)
     return model
