@@ -22,14 +22,20 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -42,12 +48,18 @@ TINY_FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] =
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
 }
+_QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": _QWEN_EXPERTS | {"shared_expert_intermediate_size": 56},
+    "qwen3_moe": _QWEN_EXPERTS,
     "mistral": {"sliding_window": None},
     "smollm3": {"num_hidden_layers": 4},  # the fourth has no positions
 }

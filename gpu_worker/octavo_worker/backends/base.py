@@ -3,7 +3,7 @@
 Models and the runner call these and nothing device-specific. Must not know: plans, gRPC.
 
 T tokens, S rows, H query heads, K kv heads, D head dim, N blocks, B block size, V vocabulary,
-P positions, R rotated dims, I intermediate size. Caches are `[N, K, B, D]`, contiguous;
+P positions, R rotated dims, I intermediate size, E experts. Caches are `[N, K, B, D]`, contiguous;
 block 0 is the null block.
 """
 
@@ -53,6 +53,26 @@ class Backend(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up [T, I] of gate_up [T, 2 I] (gate first)."""
+        ...
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        top_k: int,
+        renormalise: bool,
+    ) -> torch.Tensor:
+        """[T, X]: for each token of x [T, X] the weighted sum of its `top_k` best experts.
+
+        An expert is down(silu(gate(x)) * up(x)) with its part of gate_up [E, 2 I, X] (gate
+        first) and down [E, X, I]; its weight is its part of softmax(router_logits [T, E]) in
+        fp32, divided by the chosen ones' sum if `renormalise`. Tokens of slot -1 are dead: they
+        choose none, and get zeros.
+        """
         ...
 
     def prefill_attention(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from octavo_worker import sampling
 from octavo_worker.attention_inputs import AttentionOptions, StepInputs
+from octavo_worker.backends import cpu_experts
 from octavo_worker.backends.gather import Gather, gather_decode, gather_prefill
 from octavo_worker.sampling import SamplingTensors
 
@@ -70,6 +71,23 @@ class CpuBackend:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        top_k: int,
+        renormalise: bool,
+    ) -> torch.Tensor:
+        return cpu_experts.experts(
+            *(x, router_logits, gate_up, down, slot_mapping),
+            top_k=top_k,
+            renormalise=renormalise,
+        )
 
     def prefill_attention(
         self,

@@ -6,7 +6,15 @@ kernels' matter. Must not know: plans, models. Entry point: `CudaBackend`.
 
 import torch
 
-from octavo_kernels import paged_decode, paged_prefill, rms_norm, rope_and_cache, sample, silu_mul
+from octavo_kernels import (
+    moe,
+    paged_decode,
+    paged_prefill,
+    rms_norm,
+    rope_and_cache,
+    sample,
+    silu_mul,
+)
 from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.sampling import SamplingTensors
 
@@ -45,6 +53,23 @@ class CudaBackend:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul.silu_mul(gate_up)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        top_k: int,
+        renormalise: bool,
+    ) -> torch.Tensor:
+        return moe.moe(
+            *(x, router_logits, gate_up, down, slot_mapping),
+            top_k=top_k,
+            renormalise=renormalise,
+        )
 
     def prefill_attention(
         self,

@@ -25,6 +25,7 @@ from octavo_worker.models.config import (
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
 from octavo_worker.models.families import FAMILIES, Family, find_family
 from octavo_worker.models.linear import DenseMaker
+from octavo_worker.models.moe import with_stored_experts
 from octavo_worker.models.quant_linear import W4Kernels
 from octavo_worker.models.quantized import QuantMaker
 from octavo_worker.weights import (
@@ -132,6 +133,7 @@ def load_model(
         config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
         layout = config.layout
         embed_name, head_name = layout.name_of(EMBED_NAME), layout.name_of(HEAD_NAME)
+        config = with_stored_experts(config, checkpoint.tensors)
         head = choose_head(
             checkpoint,
             tie=config.tie_word_embeddings,

@@ -15,9 +15,10 @@ import torch
 
 from octavo.errors import ConfigurationError
 from octavo_worker.attention_inputs import AttentionOptions
-from octavo_worker.models.families import family_of
+from octavo_worker.models.families import Family, family_of
 from octavo_worker.models.fields import Fields, count, flag, positive
 from octavo_worker.models.layouts import Heads, Layout
+from octavo_worker.models.moe_config import MoeConfig
 from octavo_worker.models.rope import RopeConfig
 from octavo_worker.quant import Quantization, quantization_of
 
@@ -118,6 +119,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     sandwich_norms: bool
+    moe: MoeConfig | None
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     initializer_range: float
@@ -133,6 +135,7 @@ class ModelConfig:
         fields = read_fields(folder)
         family = family_of(fields)
         _refuse_what_is_not_computed(fields)
+        quantization = quantization_of(fields, read_gptq_fields(folder))
         num_heads = count(fields, "num_attention_heads")
         num_kv_heads = _kv_heads(fields, num_heads)
         hidden_size = count(fields, "hidden_size")
@@ -166,13 +169,19 @@ class ModelConfig:
             mlp_bias=flag(fields, "mlp_bias", family.mlp_bias),
             qk_norm=family.qk_norm,
             sandwich_norms=family.sandwich_norms,
+            moe=_moe(fields, family, quantization),
             tie_word_embeddings=flag(fields, "tie_word_embeddings"),
             eos_token_ids=eos_token_ids(folder, fields),
             initializer_range=positive(fields, "initializer_range"),
             dtype=dtype,
             layout=family.layout,
-            quantization=quantization_of(fields, read_gptq_fields(folder)),
+            quantization=quantization,
         )
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """A flag a layer: its MLP is a mixture of experts."""
+        return self.moe.sparse_layers if self.moe else (False,) * self.num_layers
 
     @property
     def q_size(self) -> int:
@@ -188,6 +197,17 @@ class ModelConfig:
     def heads(self) -> Heads:
         """What a layout has to know of the heads."""
         return Heads(self.q_size, self.kv_size, self.head_dim, self.rope.rotary_dim)
+
+
+def _moe(fields: Fields, family: Family, quantization: Quantization | None) -> MoeConfig | None:
+    if family.experts is None:
+        return None
+    if quantization is not None:
+        raise ConfigurationError(
+            f"config.json: {quantization}: quantized experts aren't supported; "
+            f"{family.architecture} needs a checkpoint in float32, float16 or bfloat16"
+        )
+    return MoeConfig.from_fields(fields, family.experts)
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:

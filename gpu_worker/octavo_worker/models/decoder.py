@@ -21,6 +21,7 @@ from octavo_worker.attention_inputs import AttentionOptions, StepInputs
 from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.linear import DenseMaker, LinearMaker, Split, Weights
 from octavo_worker.models.mlp import GatedMlp, Mlp
+from octavo_worker.models.moe import SparseMlp
 from octavo_worker.models.rope import cos_sin_table, identity_table
 from octavo_worker.slots import Slot, ones
 
@@ -38,11 +39,14 @@ class Layer:
         self,
         config: ModelConfig,
         make: LinearMaker,
-        make_norm: Callable[[int], Tensor],
+        empty: Callable[..., Tensor],
         cos_sin: Tensor,
         options: AttentionOptions,
         prefix: str,
+        *,
+        is_sparse: bool,
     ) -> None:
+        """`empty`: makes a tensor of a shape; `is_sparse`: its MLP is a mixture of experts."""
         hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
         self.prefix = prefix
         self.cos_sin = cos_sin
@@ -52,13 +56,17 @@ class Layer:
         self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.HEADS)
         parts = {"o_proj": hidden}
         self.o = make(attention, parts, q_size, bias=config.o_bias, split=Split.ROWS)
-        self.mlp: Mlp = GatedMlp(config, make, f"{prefix}.mlp", config.intermediate_size)
-        self.input_norm = make_norm(hidden)
-        self.q_norm = make_norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = make_norm(config.head_dim) if config.qk_norm else None
-        self.post_attention_norm = make_norm(hidden)
-        self.after_attention_norm = make_norm(hidden) if config.sandwich_norms else None
-        self.after_mlp_norm = make_norm(hidden) if config.sandwich_norms else None
+        self.mlp: Mlp
+        if is_sparse and config.moe is not None:
+            self.mlp = SparseMlp(config, config.moe, make, empty, prefix)
+        else:
+            self.mlp = GatedMlp(config, make, f"{prefix}.mlp", config.intermediate_size)
+        self.input_norm = empty(hidden)
+        self.q_norm = empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        self.post_attention_norm = empty(hidden)
+        self.after_attention_norm = empty(hidden) if config.sandwich_norms else None
+        self.after_mlp_norm = empty(hidden) if config.sandwich_norms else None
 
     def weights(self) -> Iterator[Weights]:
         """All of it but the norms."""
@@ -135,9 +143,12 @@ class Model:
         num_ids = vocab.num_rows if vocab is not None else config.vocab_size
         self.embed_tokens = self._empty(num_ids, config.hidden_size)
         self.layers = [
-            Layer(config, make, self._empty, tables[rope], options, f"model.layers.{index}")
-            for index, (rope, options) in enumerate(
-                zip(config.ropes, config.attention, strict=True)
+            Layer(
+                *(config, make, self._empty, tables[rope], options, f"model.layers.{index}"),
+                is_sparse=is_sparse,
+            )
+            for index, (rope, options, is_sparse) in enumerate(
+                zip(config.ropes, config.attention, config.sparse_layers, strict=True)
             )
         ]
         self.final_norm = self._empty(config.hidden_size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from octavo.errors import ConfigurationError
 from octavo_worker.models.fields import Fields
 from octavo_worker.models.layouts import LLAMA, Layout, chatglm, glm, phi3, qwen1
+from octavo_worker.models.moe_config import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames
 from octavo_worker.models.per_layer import (
     Ropes,
     Windows,
@@ -20,6 +21,8 @@ from octavo_worker.models.per_layer import (
     rope_everywhere,
     windows_by_layer,
     windows_everywhere,
+    windows_if_used,
+    windows_on_even_layers,
     windows_without_positions,
 )
 from octavo_worker.models.rope import RopeConfig
@@ -31,6 +34,7 @@ class Family:
 
     `aliases`: other names of the architecture. `translate`: the fields, in the words of Llama's.
     `partial_rotary`: whether `partial_rotary_factor` may be below 1.
+    `experts`: how those of a mixture of experts are stored.
     """
 
     architecture: str
@@ -45,8 +49,13 @@ class Family:
     qk_norm: bool = False
     sandwich_norms: bool = False
     partial_rotary: bool = False
+    experts: ExpertNames | None = None
     windows: Callable[[Fields], Windows] = no_windows
     ropes: Callable[[Fields, RopeConfig], Ropes] = rope_everywhere
+
+
+def _with_qkv_bias(fields: Fields) -> Fields:
+    return {**fields, "attention_bias": fields.get("qkv_bias", True)}
 
 
 _DEFAULTS: Fields = {
@@ -78,6 +87,14 @@ _GLM_DEFAULTS: Fields = {
     "num_key_value_heads": 2,
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1.5625e-7,
+}
+_QWEN_MOE_DEFAULTS: Fields = {
+    **_DEFAULTS,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
 }
 FAMILIES = (
     Family(  # SmolLM and SmolLM2 too
@@ -116,6 +133,62 @@ FAMILIES = (
         mlp_bias=False,
         qk_norm=True,
         windows=windows_by_layer,
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        {
+            **_DEFAULTS,
+            "decoder_sparse_step": 1,
+            "eos_token_id": 2,
+            "max_position_embeddings": 131_072,
+            "mlp_only_layers": None,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+        },
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        windows=windows_everywhere,
+        experts=MIXTRAL_NAMES,
+    ),
+    Family(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            **_QWEN_MOE_DEFAULTS,
+            "max_window_layers": 28,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 16,
+            "num_local_experts": 60,
+            "shared_expert_intermediate_size": 5632,
+        },
+        translate=_with_qkv_bias,
+        o_bias=False,
+        mlp_bias=False,
+        windows=windows_on_even_layers,
+        experts=QWEN_NAMES,
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {
+            **_QWEN_MOE_DEFAULTS,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+        },
+        mlp_bias=False,
+        qk_norm=True,
+        windows=windows_if_used,
+        experts=QWEN_NAMES,
     ),
     Family(
         "SmolLM3ForCausalLM",

@@ -33,6 +33,20 @@ def windows_by_layer(fields: Fields) -> Windows:
     return _windows(fields, _is_sliding(fields, by_default))
 
 
+def windows_if_used(fields: Fields) -> Windows:
+    """`sliding_window` in all layers, if `use_sliding_window`."""
+    return windows_everywhere(fields) if fields["use_sliding_window"] else no_windows(fields)
+
+
+def windows_on_even_layers(fields: Fields) -> Windows:
+    """By `layer_types`, else the even layers below `max_window_layers`; if `use_sliding_window`."""
+    if not fields["use_sliding_window"]:
+        return no_windows(fields)
+    num_layers, limit = fields["num_hidden_layers"], fields["max_window_layers"]
+    by_default = [index % 2 == 0 and index < limit for index in range(num_layers)]
+    return _windows(fields, _is_sliding(fields, by_default))
+
+
 def windows_without_positions(fields: Fields) -> Windows:
     """By `layer_types`, else where `_has_rope` says no; if `use_sliding_window`."""
     if not fields["use_sliding_window"]:

@@ -68,6 +68,30 @@ class DenseBackend:
         gate, up = gate_up[:, :inner], gate_up[:, inner:]
         return gate / (1 + torch.exp(-gate)) * up
 
+    def experts(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        slot_mapping: Tensor,
+        *,
+        top_k: int,
+        renormalise: bool,
+    ) -> Tensor:
+        out = torch.zeros_like(x)
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot < 0:
+                continue
+            exponentials = torch.exp(router_logits[token].double())
+            probabilities = (exponentials / exponentials.sum()).tolist()
+            ranked = sorted(range(len(probabilities)), key=lambda e: -probabilities[e])[:top_k]
+            total = sum(probabilities[e] for e in ranked) if renormalise else 1.0
+            for e in ranked:
+                inner = self.silu_mul((gate_up[e] @ x[token])[None])[0]
+                out[token] += probabilities[e] / total * (down[e] @ inner)
+        return out
+
     def prefill_attention(
         self,
         q: Tensor,

@@ -82,8 +82,8 @@ def test_files_written_by_transformers(model_type: str, tmp_path: Path) -> None:
     assert config.num_layers == hf.num_hidden_layers
     assert config.rope.theta == hf.rope_parameters["rope_theta"]
     assert config.max_model_len == hf.max_position_embeddings
-    assert config.qk_norm == (model_type == "qwen3")
-    assert config.qkv_bias == (model_type in ("qwen2", "glm", "glm4"))
+    assert config.qk_norm == model_type.startswith("qwen3")
+    assert config.qkv_bias == (model_type in ("qwen2", "qwen2_moe", "glm", "glm4"))
     assert config.ropes == (
         (*[config.rope] * 3, None) if model_type == "smollm3" else (config.rope, config.rope)
     )
@@ -277,3 +277,77 @@ def test_float16_for_bfloat16_weights_warns(caplog: pytest.LogCaptureFixture) ->
         assert not caplog.records
         choose_dtype("float16", torch.bfloat16, torch.device("cuda"))
     assert "float16 for bfloat16 weights" in caplog.text
+
+
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "sparse_layers"),
+    [
+        ({}, (True, True)),
+        ({"decoder_sparse_step": 2}, (False, True)),
+        ({"mlp_only_layers": [1, 7]}, (True, False)),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, (False, False)),
+    ],
+)
+def test_layers_with_experts(
+    change: dict[str, Any], sparse_layers: tuple[bool, ...], tmp_path: Path
+) -> None:
+    config = read(tmp_path, QWEN3_MOE | change)
+    assert config.sparse_layers == sparse_layers
+    assert config.moe is not None
+    assert (config.moe.num_experts, config.moe.top_k, config.moe.expert_size) == (16, 4, 24)
+
+
+def test_experts_are_counted_under_either_name(tmp_path: Path) -> None:
+    renamed = {("num_local_experts" if k == "num_experts" else k): v for k, v in QWEN3_MOE.items()}
+    assert read(tmp_path, renamed) == read(tmp_path, QWEN3_MOE)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok=17 is more than num_experts=16"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob=1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers='0'"),
+        ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size=-1"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+            "quantized experts aren't supported",
+        ),
+    ],
+)
+def test_mistakes_about_experts_name_the_field(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        read(tmp_path, QWEN3_MOE | change)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "expected"),
+    [
+        ("Qwen2Moe", {}, (None, None)),
+        ("Qwen2Moe", {"use_sliding_window": True}, (9, None)),
+        ("Qwen2Moe", {"use_sliding_window": True, "max_window_layers": 0}, (None, None)),
+        ("Qwen3Moe", {}, (None, None)),
+        ("Qwen3Moe", {"use_sliding_window": True}, (9, 9)),
+        ("Mixtral", {}, (9, 9)),
+    ],
+)
+def test_windows_of_mixtures(
+    architecture: str, change: dict[str, Any], expected: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    fields = QWEN3_MOE | {"architectures": [f"{architecture}ForCausalLM"], "sliding_window": 9}
+    config = read(tmp_path, fields | change)
+    assert tuple(options.window for options in config.attention) == expected

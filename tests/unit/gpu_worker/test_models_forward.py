@@ -88,6 +88,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm without biases": ("glm", {"attention_bias": False, **heads(8, 2, 64)}),
     "glm4": ("glm4", {}),
+    "mixtral": ("mixtral", {}),
+    "mixtral one expert a token": ("mixtral", {"num_experts_per_tok": 1}),
+    "qwen2 moe": ("qwen2_moe", {}),
+    "qwen2 moe without biases, normed weights": (
+        "qwen2_moe",
+        {"qkv_bias": False, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "qwen2 moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
+    "qwen3 moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3 moe, weights as they are": ("qwen3_moe", {}),
+    "qwen2 moe windows": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3 moe windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
+    "mixtral window": ("mixtral", {"sliding_window": 9}),
+    "qwen3 moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "smollm3": ("smollm3", {}),
     "smollm3 tied": ("smollm3", {"tie_word_embeddings": True}),
     "smollm3 window": (
