@@ -39,7 +39,7 @@ def test_many_query_heads_on_a_kv_head(group_size: int) -> None:
     case = {
         "head_dim": 64,
         "group_size": group_size,
-        "num_kv_heads": 2,
+        "num_kv_heads": 1,
         "block_size": 16,
         "dtype": torch.float32,
     }

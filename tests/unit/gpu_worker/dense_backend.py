@@ -171,16 +171,22 @@ class PagedRun:
     def __init__(
         self, model: Model, backend: Backend, *, num_blocks: int = 64, block_size: int = 16
     ) -> None:
-        config = model.config
+        config, self.device = model.config, model.device
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         self.model, self.backend, self.block_size = model, backend, block_size
         self.kv_caches = [
-            (torch.full(shape, torch.nan, dtype=config.dtype), torch.full(shape, torch.nan))
+            (self._nan(shape, config.dtype), self._nan(shape, config.dtype))
             for _ in range(config.num_layers)
         ]
         self._max_blocks = -(-config.max_model_len // block_size)
         self._free = list(range(1, num_blocks))
         random.Random(0).shuffle(self._free)
+
+    def _nan(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
+
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def add(self, token_ids: Sequence[int]) -> PagedSequence:
         return PagedSequence(list(token_ids))
@@ -218,16 +224,16 @@ class PagedRun:
         contexts = [sequence.num_computed for sequence, _ in chunks]
         row_lens = [0 if sequence is None else sequence.num_computed for sequence in rows]
         inputs = StepInputs(
-            input_ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
+            input_ids=self._tensor(ids),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slots),
             num_prefill_tokens=sum(lens),
-            cu_seqlens_q=torch.tensor([0, *lens]).cumsum(0).int(),
-            prefill_context_lens=torch.tensor(contexts, dtype=torch.int32),
+            cu_seqlens_q=self._tensor([0, *lens]).cumsum(0).int(),
+            prefill_context_lens=self._tensor(contexts, torch.int32),
             prefill_block_table=self._table([sequence for sequence, _ in chunks]),
             max_seqlen_q=max(lens, default=0),
             max_context_prefill=max(contexts, default=0),
-            decode_context_lens=torch.tensor(row_lens, dtype=torch.int32),
+            decode_context_lens=self._tensor(row_lens, torch.int32),
             decode_block_table=self._table(rows),
             max_context_decode=max(row_lens, default=0),
         )
@@ -245,7 +251,7 @@ class PagedRun:
         for row, sequence in enumerate(sequences):
             if sequence is not None:
                 table[row, : len(sequence.block_ids)] = torch.tensor(sequence.block_ids)
-        return table
+        return table.to(self.device)
 
 
 def greedy(run: PagedRun, sequences: Sequence[PagedSequence], num_tokens: int) -> None:

@@ -233,9 +233,6 @@ def test_half_precision_stays_close_to_float32(dtype: torch.dtype, tmp_path: Pat
 
     def logits(model: Model) -> torch.Tensor:
         run = PagedRun(model, CpuBackend())
-        run.kv_caches = [
-            (k.to(model.config.dtype), v.to(model.config.dtype)) for k, v in run.kv_caches
-        ]
         sequence = run.add(ids)
         run.step(chunks=[(sequence, 40)])
         return torch.stack(list(sequence.logits.values()))
