@@ -5,8 +5,8 @@ word, lowest bits first: `qweight` int32 [K / 8, N] along K, `qzeros` int32 [G, 
 `scales` [G, N], `g_idx` int32 [K], the group of every input (with act-order in any order).
 
 Zero points are stored minus 1 in checkpoint_format "gptq" and as they are in "gptq_v2". A zero
-point of 0 minus 1 has no place: AutoGPTQ reads each value plus 1 modulo 2^bits; GPTQModel adds
-and takes off 1 in all places of a word at once, so that its values borrow from their neighbours.
+point of 0 minus 1 has no place: AutoGPTQ reads each value plus 1 modulo 2^bits; GPTQModel and
+AutoRound take off 1 in all places of a word at once, so that a value borrows from its neighbour.
 Who wrote a checkpoint stands in its configuration. Must not know: layers. Entry point: `Gptq`.
 """
 
@@ -181,8 +181,9 @@ def _zeros(fields: FieldReader, checkpoint_format: str) -> Zeros:
         return Zeros.PLAIN
     quantizer = fields.inner("meta").get("quantizer")
     writers = quantizer if isinstance(quantizer, list) else [quantizer]
-    is_model = any(str(writer).lower().startswith("gptqmodel") for writer in writers)
-    return Zeros.WORDS_MINUS_ONE if is_model else Zeros.MINUS_ONE
+    by_words = any(str(writer).lower().startswith("gptqmodel") for writer in writers)
+    by_words = by_words or fields.get("autoround_version") is not None
+    return Zeros.WORDS_MINUS_ONE if by_words else Zeros.MINUS_ONE
 
 
 def _skipped(fields: FieldReader) -> tuple[Match, ...]:

@@ -109,7 +109,7 @@ def gptq_tensors(layer: Quantized, recipe: Recipe) -> dict[str, torch.Tensor]:
     bits, zeros = recipe.bits, layer.zeros.T
     if recipe.v2:
         words = pack_rows(zeros, bits)
-    elif recipe.writer == "gptqmodel":
+    elif recipe.writer:  # these take 1 off whole words
         ones = sum(1 << shift for shift in range(0, 32, bits))
         words = (pack_rows(zeros, bits).astype(np.int64) - ones).astype(np.uint32)
     else:
@@ -164,7 +164,9 @@ def quantization_config(recipe: Recipe) -> dict[str, Any]:
             "damp_percent": 0.1,
             "lm_head": False,
         }
-        if recipe.writer:
+        if recipe.writer == "autoround":
+            fields |= {"autoround_version": "0.15.1", "provider": "auto-round"}
+        elif recipe.writer:
             fields["meta"] = {"quantizer": [f"{recipe.writer}:1.4.1"]}
     elif recipe.method == "awq":
         fields |= {

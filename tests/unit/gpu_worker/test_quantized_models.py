@@ -52,6 +52,7 @@ ROWS: dict[str, tuple[Recipe, str, dict[str, Any]]] = {
     "gptq 8 bits v2": (gptq(bits=8, v2=True), "llama", {}),
     "gptq by GPTQModel": (gptq(writer="gptqmodel"), "llama", {}),
     "gptq 8 bits by GPTQModel": (gptq(bits=8, writer="gptqmodel"), "llama", {}),
+    "gptq by AutoRound": (gptq(writer="autoround"), "llama", {}),
     "gptq v2 by GPTQModel": (gptq(v2=True, writer="gptqmodel"), "llama", {}),
     "gptq act-order": (gptq(act_order=True), "llama", {}),
     "gptq act-order, other orders": (gptq(act_order=True, same_order=False), "llama", {}),
@@ -312,3 +313,30 @@ def test_scales_of_bfloat16_are_read(tmp_path: Path) -> None:
     scales = tensors[f"{name}.weight_scale"].float()[:, torch.tensor(layer.group_of)]
     expected = (torch.tensor(layer.codes).float() - 8) * scales
     assert torch.equal(load_model(tmp_path).layers[0].o.pieces[0].weight, expected)
+
+
+# --- checkpoints that public tools wrote --------------------------------------------------------
+
+PUBLIC = Path(__file__).with_name("public_checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("packed-symmetric", 1e-5),
+        ("packed-asymmetric", 1e-5),
+        # These logits were computed in bfloat16.
+        ("gptq-asymmetric", 1e-2),
+        ("gptq-8-bits", 1e-2),
+        ("awq", 1e-2),
+    ],
+)
+def test_public_quantisers_get_their_own_logits(name: str, tolerance: float) -> None:
+    model = load_model(PUBLIC / name)
+    expected = load_file(PUBLIC / name / "expected.safetensors")
+    run = PagedRun(model, CpuBackend())
+    sequence = run.add(expected["input_ids"].tolist())
+    with torch.inference_mode():
+        run.step(chunks=[(sequence, len(sequence.token_ids))])
+    logits = torch.stack(list(sequence.logits.values()))
+    assert (logits - expected["logits"]).norm() < tolerance * expected["logits"].norm()
