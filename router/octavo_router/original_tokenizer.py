@@ -83,16 +83,20 @@ def read_original(folder: Path) -> OriginalTokenizer | None:
     ConfigurationError for a broken file, and where two files disagree about an id.
     """
     config = _tokenizer_config(folder)
-    sentencepiece = folder / "tokenizer.model"
-    tiktoken = folder / "qwen.tiktoken"
-    if tiktoken.is_file():
-        file, original = tiktoken, _qwen(tiktoken, folder)
-    elif sentencepiece.is_file():
-        file = sentencepiece
-        is_chatglm = _is_chatglm(folder, config)
-        original = _any_chatglm(file, folder, config) if is_chatglm else _llama(file, config)
-    else:
+    file = folder / "qwen.tiktoken"
+    if file.is_file():
+        original = _qwen(file, folder)
+    elif not (file := folder / "tokenizer.model").is_file():
         return None
+    elif is_tiktoken(file):
+        # Other models have ranks under this name, too, with patterns of their own.
+        if not _is_chatglm(folder, config):
+            return None
+        original = _glm4(file)
+    elif _is_chatglm(folder, config):
+        original = _chatglm(file, folder, config)
+    else:
+        original = _llama(file, config)
     _check_ids(original.backend, config, folder)
     logger.info("%s has no tokenizer.json: reading %s", folder, file.name)
     return original
@@ -135,11 +139,8 @@ def _llama(file: Path, config: Json) -> OriginalTokenizer:
     return OriginalTokenizer(found.backend, defaults)
 
 
-def _any_chatglm(file: Path, folder: Path, config: Json) -> OriginalTokenizer:
-    return _glm4(file) if is_tiktoken(file) else _chatglm(file, folder, config)
-
-
 def _glm4(file: Path) -> OriginalTokenizer:
+    """GLM-4: as ChatGLM, but over bytes."""
     backend = read_tiktoken(file, pattern=_GLM4_PATTERN, special_tokens=_GLM4_TOKENS)
     _surround(backend, _GLM4_PREFIX, ())
     return OriginalTokenizer(backend, {"eos_token": _GLM4_TOKENS[0]}, GLM4)

@@ -150,8 +150,8 @@ def _parse(file: Path) -> Any:
         proto.ParseFromString(file.read_bytes())
     except Exception as error:  # protobuf's DecodeError, whichever implementation raises it
         raise ConfigurationError(f"{file} is no SentencePiece model: {error}") from error
-    if not proto.pieces:
-        raise ConfigurationError(f"{file} is no SentencePiece model: it has no pieces")
+    if not 0 <= proto.trainer_spec.unk_id < len(proto.pieces):
+        raise ConfigurationError(f"{file} is no SentencePiece model: it has no unknown piece")
     if (
         proto.trainer_spec.treat_whitespace_as_suffix
         or not proto.normalizer_spec.escape_whitespaces

@@ -96,13 +96,10 @@ class HuggingFaceTokenizer:
         self._whole = WholeDecoder(files.backend, files.config)
         self._decoder: TokenDecoder = decoder_of(self._whole, self._special_ids)
         self._special_tokens = files.special_tokens
-        self._template: ChatTemplate | None = None
         # A folder's template writes its special tokens itself: adding them doubles the first.
         self._adds_to_chats = chat_template is None and chat is not None
-        if chat_template is None and chat is not None:
-            chat_template = chat.template
-        if chat_template is not None:
-            self._template = ChatTemplate(chat_template, files.special_tokens)
+        source = chat.template if chat_template is None and chat is not None else chat_template
+        self._template = None if source is None else ChatTemplate(source, files.special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> NDArray[np.uint32]:
         try:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigurationError, InvalidRequestError
 from octavo_router.detokenizer import Detokenizer
+from octavo_router.original_tokenizer import read_original
 from octavo_router.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.router.original_folders import (
     chatglm_folder,
@@ -336,6 +337,11 @@ def test_versions_without_their_code(
         tokenizer_config={"tokenizer_class": "ChatGLMTokenizer", **listed},
     )
     assert (len(load_tokenizer(folder).eos_token_ids) == 3) == is_third
+
+
+def test_ranks_of_other_models_are_left_to_transformers(tmp_path: Path) -> None:
+    write_json(glm4_folder(tmp_path), config={"model_type": "llama"}, tokenizer_config={})
+    assert read_original(tmp_path) is None
 
 
 # --- what loading costs -----------------------------------------------------------------------
