@@ -84,6 +84,10 @@ class BareLoop:
             pass
         return batch.timings
 
+    def close(self) -> None:
+        """End what else computes, if the model is shared by ranks."""
+        self._runner.close()
+
     def write_profile(self) -> None:
         """The Chrome trace of the last run's steps, if the settings ask for one."""
         if self._settings.profile:

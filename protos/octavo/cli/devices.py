@@ -9,22 +9,30 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"
 
 
-def worker_environments(num_workers: int, backend: str) -> list[dict[str, str]]:
-    """The environment of each worker: CPU threads shared out, cards dealt round."""
+def worker_environments(num_workers: int, backend: str, num_ranks: int = 1) -> list[dict[str, str]]:
+    """The environment of each worker of `num_ranks` ranks: CPU threads shared out, cards dealt
+    round, one for each rank."""
     devices = [] if backend == "cpu" else visible_devices()
-    threads = max(1, _num_cores() // num_workers)
+    threads = max(1, _num_cores() // (num_workers * num_ranks))
     environments: list[dict[str, str]] = []
     for index in range(num_workers):
         environment = {} if _THREADS in os.environ else {_THREADS: str(threads)}
         if devices:
-            environment[_DEVICES] = devices[index % len(devices)]
+            dealt = range(index * num_ranks, (index + 1) * num_ranks)
+            # Fewer cards than ranks: the worker says so, in its own words.
+            own = dict.fromkeys(devices[number % len(devices)] for number in dealt)
+            environment[_DEVICES] = ",".join(own)
         environments.append(environment)
     return environments
 
 
 def workers_per_device(environments: Sequence[dict[str, str]]) -> int:
     """How many of these workers share one device's memory, at most."""
-    counts = Counter(environment.get(_DEVICES, "cpu") for environment in environments)
+    counts = Counter(
+        device
+        for environment in environments
+        for device in environment.get(_DEVICES, "cpu").split(",")
+    )
     return max(counts.values())
 
 

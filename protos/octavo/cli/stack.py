@@ -154,7 +154,9 @@ class Stack:
             scheduler_id=options.scheduler.scheduler_id or "scheduler",
         )
         self._add(self._schedulers, "scheduler", "scheduler", scheduler)
-        environments = worker_environments(options.num_workers, options.worker.backend)
+        environments = worker_environments(
+            options.num_workers, options.worker.backend, options.worker.tensor_parallel
+        )
         shared = workers_per_device(environments)
         for index, (address, environment) in enumerate(zip(addresses, environments, strict=True)):
             name = f"worker-{index}"

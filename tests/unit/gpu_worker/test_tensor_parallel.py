@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from octavo_worker.parallel.links import Door, Link, dial, wait_hang_up
 from octavo_worker.parallel.places import Place
 from tests.fakes.leader_client import chunk, leader_client, row_add
 from tests.oracle import check_greedy
+from tests.processes import children_of, wait_gone
 from tests.tiny_models import save_tiny_model
 from tests.unit.gpu_worker.test_worker_process import (
     WorkerProcess,
@@ -64,19 +64,6 @@ async def generate(address: str, folder: Path) -> None:
             answer = steps.tokens(row)
             assert len(answer) == NUM_TOKENS
             assert check_greedy(folder, prompt, answer).is_right
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that `pid` started and that live."""
-    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(word) for text in texts for word in text.split()]
-
-
-def wait_gone(pid: int) -> None:
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_two_ranks_answer_as_transformers_does(gqa_folder: Path, tmp_path: Path) -> None:

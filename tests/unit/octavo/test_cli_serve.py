@@ -101,6 +101,17 @@ def test_cards_are_dealt_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_devices() == []
 
 
+def test_each_rank_gets_a_card_and_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("octavo.cli.devices._num_cores", lambda: 8)
+    environments = worker_environments(3, "cuda", num_ranks=2)
+    assert [item["CUDA_VISIBLE_DEVICES"] for item in environments] == ["0,1", "2,3", "0,1"]
+    assert workers_per_device(environments) == 2
+    assert environments[0]["OMP_NUM_THREADS"] == "1"
+    assert worker_environments(1, "cuda", num_ranks=8)[0]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
 def test_the_closing_block_has_a_command_that_a_shell_reads_back() -> None:
     endpoints = Endpoints("http://127.0.0.1:8000", "127.0.0.1:8001", 'it\'s "quoted"')
     text = ready_text(endpoints, needs_key=False)
