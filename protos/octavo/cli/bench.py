@@ -23,7 +23,7 @@ from octavo.cli.bench_profile import add_clients, report
 from octavo.cli.console import Console
 from octavo.cli.grpc_load import run_grpc
 from octavo.cli.http_load import run_http
-from octavo.cli.limits import limit_s
+from octavo.cli.limits import knows_weights, limit_s, quant_method
 from octavo.cli.measurement import Run, gpu_name, make_record, package_version
 from octavo.cli.model_shapes import ensure_shape_folder
 from octavo.cli.serve import add_stack_arguments, stack_options
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = _Bench(arguments, options, workload, requests)
     run = bench.run_worker() if arguments.path == "worker" else asyncio.run(bench.run_stack())
     dtype = _dtype_of(config, options.worker.dtype)
-    limit = limit_s(config, dtype, requests) if gpu_name() else None
+    limit = limit_s(config, dtype, requests) if gpu_name() and knows_weights(config) else None
     if limit is not None:
         # As if the cards' exchange took no time.
         limit /= options.worker.tensor_parallel
@@ -62,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.profile:
         steps = report(Path(arguments.profile))
         add_clients(Path(arguments.profile), run)
-    record = make_record(run, bench.facts(dtype), limit) | ({} if steps is None else steps)
+    record = make_record(run, bench.facts(dtype, quant_method(config)), limit) | (
+        {} if steps is None else steps
+    )
     RichConsole(stderr=True).print(_table(record))
     line = json.dumps(record)
     print(line, flush=True)
@@ -88,7 +90,7 @@ class _Bench:
         self._requests = requests
         self._sampling = _SAMPLED if arguments.sampled else {"temperature": 0.0}
 
-    def facts(self, dtype: str) -> dict[str, Any]:
+    def facts(self, dtype: str, quant: str | None) -> dict[str, Any]:
         """What ran, for the record."""
         arguments = self._arguments
         is_stack = arguments.path == "stack"
@@ -98,7 +100,7 @@ class _Bench:
             "triton": package_version("triton"),
             "model": arguments.model_shape or model_name_of(self._options.model),
             "dtype": dtype,
-            "quant": None,
+            "quant": quant,
             "workload": self._workload.name,
             "scale": arguments.scale,
             "sampled": arguments.sampled,

@@ -19,7 +19,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def limit_s(config: Mapping[str, Any], dtype: str, requests: Sequence[BenchRequest]) -> float:
     """Least seconds in which the card can serve `requests`, all sent at once."""
     params = matmul_params(config)
-    weight_s = params * _BYTES[dtype] / READ_BYTES_PER_S
+    weight_s = weight_bytes(config, dtype) / READ_BYTES_PER_S
     flops_s = 2 * params / FLOPS
     kv_s = kv_bytes_per_token(config, dtype) / READ_BYTES_PER_S
     prefill_s = flops_s * sum(len(request.token_ids) for request in requests)
@@ -42,6 +42,35 @@ def matmul_params(config: Mapping[str, Any]) -> int:
     mlp = 3 * hidden * config["intermediate_size"]
     layers = config["num_hidden_layers"] * (attention + mlp)
     return layers + hidden * config["vocab_size"]
+
+
+def weight_bytes(config: Mapping[str, Any], dtype: str) -> float:
+    """Of what every token is multiplied with: the head in `dtype`, layers as quantised."""
+    head = config["hidden_size"] * config["vocab_size"]
+    layers = matmul_params(config) - head
+    return head * _BYTES[dtype] + layers * _bytes_a_weight(config, dtype)
+
+
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """The format that config.json names; None = weights as they are."""
+    quantization = config.get("quantization_config") or {}
+    return quantization.get("quant_method")
+
+
+def knows_weights(config: Mapping[str, Any]) -> bool:
+    """Whether `weight_bytes` can tell how weights are stored."""
+    quantization = config.get("quantization_config")
+    return not quantization or {"bits", "group_size"} <= quantization.keys()
+
+
+def _bytes_a_weight(config: Mapping[str, Any], dtype: str) -> float:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return _BYTES[dtype]
+    bits, group_size = quantization["bits"], quantization["group_size"]
+    # A group's scale is a 16-bit float, its zero point a code.
+    of_group = 0 if group_size == -1 else (16 + bits) / group_size
+    return (bits + of_group) / 8
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:

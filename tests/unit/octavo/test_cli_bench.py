@@ -15,7 +15,14 @@ from octavo.cli import main as run_cli
 from octavo.cli.bench import _options, _parse
 from octavo.cli.grpc_load import run_grpc
 from octavo.cli.http_load import run_http
-from octavo.cli.limits import kv_bytes_per_token, limit_s, matmul_params
+from octavo.cli.limits import (
+    knows_weights,
+    kv_bytes_per_token,
+    limit_s,
+    matmul_params,
+    quant_method,
+    weight_bytes,
+)
 from octavo.cli.measurement import RequestTiming, Run, make_record, percentiles
 from octavo.cli.model_shapes import ensure_shape_folder
 from octavo.cli.workloads import BenchRequest, load_shapes, load_workloads, make_requests
@@ -83,6 +90,18 @@ def test_limits_are_the_cards() -> None:
     prefill = [BenchRequest((1,) * 4000, 1)] * 64
     seconds = limit_s(shapes["llama8b"], "bfloat16", prefill)
     assert 64 * 4000 / seconds == pytest.approx(46_000, rel=0.01)
+
+
+def test_limits_of_quantised_shapes() -> None:
+    """4 bits and a group's 20 more for 6.98e9 weights, the head of 0.525e9 in 16 bits: 4.68 GB."""
+    shape = load_shapes()["llama8b-awq"]
+    assert quant_method(shape) == "awq"
+    assert weight_bytes(shape, "float16") == pytest.approx(4.68e9, rel=0.005)
+    assert weight_bytes(load_shapes()["llama8b"], "float16") == pytest.approx(15.0e9, rel=0.005)
+    gptq = {**shape, "quantization_config": {"quant_method": "gptq", "bits": 8, "group_size": -1}}
+    assert weight_bytes(gptq, "float16") == pytest.approx(8.03e9, rel=0.005)
+    other = {**shape, "quantization_config": {"quant_method": "compressed-tensors"}}
+    assert [knows_weights(config) for config in (shape, gptq, other)] == [True, True, False]
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -252,14 +271,14 @@ def test_options_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("sampled", "shape"), [(False, "llama8b-awq"), (True, "llama8b")])
 def test_a_bare_worker_is_measured_and_recorded(
-    sampled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sampled: bool, shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """More requests than rows, prompts longer than a step, a cache that not all fit into."""
     config = {
-        **load_shapes()["llama8b"],
-        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
+        **load_shapes()[shape],
+        **{"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 64},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300},
     }
     folder = tmp_path / "model"
@@ -281,6 +300,7 @@ def test_a_bare_worker_is_measured_and_recorded(
     assert record["out_tok"] == sum(item.num_output_tokens for item in requests)
     assert (record["path"], record["sampled"], record["routers"]) == ("worker", sampled, 0)
     assert record["dtype"] == "float32"
+    assert record["quant"] == quant_method(config)
     processes = [e["args"]["name"] for e in read_events(trace) if e["name"] == "process_name"]
     assert processes == ["bare worker", "client"]
     # No step draws more than one token a row, and there are three rows.
