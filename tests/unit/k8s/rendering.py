@@ -47,6 +47,10 @@ class Manifests(list[Document]):
         """Name and pod template of everything that runs pods."""
         for document in self.of_kind("Deployment", "StatefulSet", "Job"):
             yield document["metadata"]["name"], document["spec"]["template"]
+        for document in self.of_kind("LeaderWorkerSet"):
+            name, templates = document["metadata"]["name"], document["spec"]["leaderWorkerTemplate"]
+            yield name, templates["leaderTemplate"]
+            yield f"{name}-ranks", templates["workerTemplate"]
 
     def services(self) -> Iterator[tuple[str, Document]]:
         """Name and pod template of Octavo's own: router, scheduler, worker."""

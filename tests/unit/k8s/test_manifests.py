@@ -25,6 +25,7 @@ KUBERNETES_VERSIONS = ("1.30", "1.34")
 CUSTOM = {
     "cert-manager.io/v1",
     "keda.sh/v1alpha1",
+    "leaderworkerset.x-k8s.io/v1",
     "monitoring.coreos.com/v1",
 }
 # What k8s/README.md tells the operator to make.

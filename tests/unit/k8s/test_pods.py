@@ -208,7 +208,7 @@ def test_every_pod_asks_for_what_it_needs_and_is_held_to_it(folder: str) -> None
 def test_services_only_read_the_model_and_nobody_else_has_it(folder: str) -> None:
     for name, template in render(folder).workloads():
         mounts = {mount["name"]: mount for mount in container_of(template)["volumeMounts"]}
-        assert ("model" in mounts) == (name in ("router", "worker", "model-fetch"))
+        assert ("model" in mounts) == (name in ("router", "worker", "worker-ranks", "model-fetch"))
         if name in ("router", "worker"):
             assert mounts["model"]["readOnly"] is True
             volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
