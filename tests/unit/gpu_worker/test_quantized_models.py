@@ -83,6 +83,7 @@ ROWS: dict[str, tuple[Recipe, str, dict[str, Any]]] = {
 @torch.inference_mode()
 def logits_of(model: Model) -> torch.Tensor:
     run = PagedRun(model, CpuBackend())
+    run.kv_caches = [(k, v.to(k.dtype)) for k, v in run.kv_caches]
     sequence = run.add([(17 * i + 3) % TINY_VOCAB_SIZE for i in range(40)])
     run.step(chunks=[(sequence, 24)])
     run.step(chunks=[(sequence, 16)])
@@ -268,6 +269,24 @@ def test_what_was_loaded_is_let_go_layer_by_layer(
     monkeypatch.setattr(QuantLinear, "finish", watched)
     load_model(tmp_path)
     assert num_finished == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_finite"),
+    [("float16", False), ("bfloat16", True), ("auto", True)],
+)
+def test_activations_beyond_float16(dtype: str, is_finite: bool, tmp_path: Path) -> None:
+    """No format's float16 scales may make a bfloat16 model compute in float16."""
+    save_quantized(tmp_path, gptq())
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("gate_proj", "up_proj"):
+            tensors[f"model.layers.0.mlp.{part}.scales"] *= 300
+
+    edit(tmp_path / SINGLE_NAME, widen)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    assert bool(logits_of(load_model(tmp_path, dtype=dtype)).isfinite().all()) == is_finite
 
 
 # --- random weights -----------------------------------------------------------------------------
