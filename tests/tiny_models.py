@@ -14,6 +14,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -55,6 +61,15 @@ TINY_FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] =
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+}
+_GEMMA: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"],
 }
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -62,6 +77,16 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _QWEN_EXPERTS,
     "mistral": {"sliding_window": None},
     "smollm3": {"num_hidden_layers": 4},  # the fourth has no positions
+    "gemma": {"tie_word_embeddings": True},
+    # Caps so low that they change most scores and logits.
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gemma3_text": {
+        **_GEMMA,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
 }
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -104,9 +129,10 @@ def tiny_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     config._attn_implementation = "eager"
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
+    norms_around = 0.0 if config.model_type.startswith("gemma") else 1.0  # it stores weights - 1
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            parameter.normal_(1.0, 0.2, generator=generator)
+            parameter.normal_(norms_around, 0.2, generator=generator)
         elif name.endswith("bias"):
             parameter.normal_(0.0, 0.2, generator=generator)
         else:  # keeps activations near 1 and spreads the logits: few near-ties

@@ -3,8 +3,9 @@
     y = x / sqrt(mean(x**2) + eps) * weight
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. Sum and scaling are in float32;
-the normalised value is rounded to the input's dtype before it meets the weight, and
-x + residual is rounded before it is normalised: the roundings of transformers' decoder layers.
+the normalised value is rounded to the weight's dtype before it meets it, and x + residual to the
+input's before it is normalised: the roundings of transformers' decoder layers. Weights have the
+input's dtype, or float32 (Gemma's, which are stored minus 1).
 One program per row, the whole row in registers.
 """
 
@@ -43,7 +44,7 @@ def _rms_norm_kernel(
         tl.store(sum_out + offset64(row, HIDDEN) + column, value, mask=mask)
     wide = value.to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=0) / HIDDEN
-    normalised = (wide * tl.rsqrt(mean_square + eps)).to(dtype)
+    normalised = (wide * tl.rsqrt(mean_square + eps)).to(weight.dtype.element_ty)
     scale = tl.load(weight + column, mask=mask, other=0.0)
     result = (normalised.to(tl.float32) * scale.to(tl.float32)).to(dtype)
     tl.store(out + offset64(row, HIDDEN) + column, result, mask=mask)
@@ -81,7 +82,7 @@ def rms_norm_launch(
 def _check(x: Tensor, weight: Tensor) -> None:
     assert x.ndim >= 2, x.shape
     assert weight.shape == x.shape[-1:], (weight.shape, x.shape)
-    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    assert weight.dtype in (x.dtype, torch.float32), (weight.dtype, x.dtype)
     assert weight.is_contiguous()
     assert x.shape[-1] <= _MAX_HIDDEN, x.shape
 
@@ -93,7 +94,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim: x [..., hidden] and weight [hidden] of one floating dtype."""
+    """RMSNorm over the last dim: x [..., hidden], weight [hidden] of x's dtype or float32."""
     _check(x, weight)
     rows = _rows(x)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -118,7 +119,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normalised.to(x.dtype) * weight
+    return (normalised.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm_reference(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo_kernels.gelu_mul import gelu_mul, gelu_mul_reference
 from octavo_kernels.paged_decode import decode_work_list, paged_decode, paged_decode_reference
 from octavo_kernels.paged_prefill import paged_prefill, paged_prefill_reference
 from octavo_kernels.rms_norm import (
@@ -45,39 +46,43 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 def check_rms_norm(case: dict[str, Any], device: str) -> None:
+    """With weights of x's dtype, and in float32."""
     shape = (case["num_rows"], case["width"])
     x = normal(*shape, dtype=case["dtype"], device=device, seed=1) * 3
-    weight = normal(case["width"], dtype=case["dtype"], device=device, seed=2)
     x = strided_rows(x) if case["is_strided"] else x
-    with poisoned_outputs():
-        out = rms_norm(x, weight, EPS)
-    assert_near(out, rms_norm_reference(x, weight, EPS))
+    for dtype in (case["dtype"], torch.float32):
+        weight = normal(case["width"], dtype=dtype, device=device, seed=2)
+        with poisoned_outputs():
+            out = rms_norm(x, weight, EPS)
+        assert_near(out, rms_norm_reference(x, weight, EPS))
 
 
 def check_add_rms_norm(case: dict[str, Any], device: str) -> None:
     shape = (case["num_rows"], case["width"])
     x = normal(*shape, dtype=case["dtype"], device=device, seed=1)
     residual = normal(*shape, dtype=case["dtype"], device=device, seed=3) * 5
-    weight = normal(case["width"], dtype=case["dtype"], device=device, seed=2)
     if case["is_strided"]:
         x, residual = strided_rows(x), strided_rows(residual)
     inputs = x.clone(), residual.clone()
-    with poisoned_outputs():
-        out, total = add_rms_norm(x, residual, weight, EPS)
-    expected_out, expected_total = add_rms_norm_reference(x, residual, weight, EPS)
-    assert torch.equal(total, expected_total)
-    assert_near(out, expected_out)
+    for dtype in (case["dtype"], torch.float32):
+        weight = normal(case["width"], dtype=dtype, device=device, seed=2)
+        with poisoned_outputs():
+            out, total = add_rms_norm(x, residual, weight, EPS)
+        expected_out, expected_total = add_rms_norm_reference(x, residual, weight, EPS)
+        assert torch.equal(total, expected_total)
+        assert_near(out, expected_out)
     assert torch.equal(x, inputs[0])
     assert torch.equal(residual, inputs[1])
 
 
-def check_silu_mul(case: dict[str, Any], device: str) -> None:
+def check_gated_mul(case: dict[str, Any], device: str) -> None:
     shape = (case["num_rows"], 2 * case["width"])
     gate_up = normal(*shape, dtype=case["dtype"], device=device, seed=4) * 4
     gate_up = strided_rows(gate_up) if case["is_strided"] else gate_up
     with poisoned_outputs():
-        out = silu_mul(gate_up)
-    assert_near(out, silu_mul_reference(gate_up))
+        silu, gelu = silu_mul(gate_up), gelu_mul(gate_up)
+    assert_near(silu, silu_mul_reference(gate_up))
+    assert_near(gelu, gelu_mul_reference(gate_up))
 
 
 def check_rope_and_cache(case: dict[str, Any], device: str) -> None:
@@ -230,6 +235,7 @@ def check_far_rows(device: str) -> None:
     weight = normal(128, dtype=torch.float16, device=device, seed=13)
     assert_near(rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
     assert_near(silu_mul(x), silu_mul_reference(x))
+    assert_near(gelu_mul(x), gelu_mul_reference(x))
     for out, expected in zip(
         add_rms_norm(x, x, weight, EPS), add_rms_norm_reference(x, x, weight, EPS), strict=True
     ):

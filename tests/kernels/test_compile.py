@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo_kernels.gelu_mul import gelu_mul_launch
 from octavo_kernels.launch import Launch
 from octavo_kernels.paged_decode import WorkList, paged_decode_launches, work_list_launch
 from octavo_kernels.paged_prefill import paged_prefill_launch
@@ -97,13 +98,15 @@ def test_rms_norm(dtype: torch.dtype, hidden: int) -> None:
     x, weight = _tensor(NUM_TOKENS, hidden, dtype=dtype), _tensor(hidden, dtype=dtype)
     _check(rms_norm_launch(x, None, x, None, weight, 1e-5))
     _check(rms_norm_launch(x, x, x, x, weight, 1e-5))
+    _check(rms_norm_launch(x, x, x, x, _float32(hidden), 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [1536, 14336])
-def test_silu_mul(dtype: torch.dtype, width: int) -> None:
+def test_gated_mul(dtype: torch.dtype, width: int) -> None:
     gate_up = _tensor(NUM_TOKENS, 2 * width, dtype=dtype)
     _check(silu_mul_launch(_tensor(NUM_TOKENS, width, dtype=dtype), gate_up))
+    _check(gelu_mul_launch(_tensor(NUM_TOKENS, width, dtype=dtype), gate_up))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def _run(backend: CpuBackend | CudaBackend, device: str) -> dict[str, torch.Tens
     angle = normal(512, HEAD_DIM // 2, dtype=torch.float32, device=device, seed=33)
     cos_sin = torch.stack((angle.cos(), angle.sin()), dim=1)
     results = {"norm": backend.rms_norm(x, weight, 1e-5), "silu": backend.silu_mul(x)}
+    results["gelu"] = backend.gelu_mul(x)
     results["sum_norm"], results["sum"] = backend.add_rms_norm(x, x, weight, 1e-5)
     q, k = backend.rope_and_cache(q, k, v, cos_sin, inputs.positions, inputs.slot_mapping, *caches)
     results |= {"q": q, "k": k}

@@ -26,8 +26,8 @@ def test_add_rms_norm(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=case_id)
-def test_silu_mul(case: dict[str, Any]) -> None:
-    checks.check_silu_mul(case, "cuda")
+def test_gated_mul(case: dict[str, Any]) -> None:
+    checks.check_gated_mul(case, "cuda")
 
 
 @pytest.mark.parametrize("case", pairwise(rope_factors(DTYPES), count=60), ids=case_id)

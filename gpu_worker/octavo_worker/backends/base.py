@@ -24,7 +24,10 @@ class Backend(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension of x [..., X]; fp32 inside."""
+        """x / rms(x) * weight over the last dimension of x [..., X]; fp32 inside.
+
+        x / rms(x) is rounded to the weight's dtype, x's or float32, before they meet.
+        """
         ...
 
     def add_rms_norm(
@@ -53,6 +56,10 @@ class Backend(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up [T, I] of gate_up [T, 2 I] (gate first)."""
+        ...
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gelu(gate) * up, GELU approximated by tanh; shapes as `silu_mul`'s."""
         ...
 
     def experts(

@@ -39,7 +39,7 @@ class CpuBackend:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps)
-        return weight * y.to(x.dtype)
+        return (weight * y.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -71,6 +71,10 @@ class CpuBackend:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def experts(
         self,

@@ -7,6 +7,7 @@ kernels' matter. Must not know: plans, models. Entry point: `CudaBackend`.
 import torch
 
 from octavo_kernels import (
+    gelu_mul,
     moe,
     paged_decode,
     paged_prefill,
@@ -53,6 +54,9 @@ class CudaBackend:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_mul.silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_mul.gelu_mul(gate_up)
 
     def experts(
         self,

@@ -8,6 +8,7 @@ and field. Must not know: weights, backends, requests. No code of the folder is 
 import json
 import logging
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 from octavo.errors import ConfigurationError
 from octavo_worker.attention_inputs import AttentionOptions
 from octavo_worker.models.families import Family, family_of
-from octavo_worker.models.fields import Fields, count, flag, positive
+from octavo_worker.models.fields import Fields, count, flag, optional, positive
 from octavo_worker.models.layouts import Heads, Layout
 from octavo_worker.models.moe_config import MoeConfig
+from octavo_worker.models.per_layer import Windows
 from octavo_worker.models.rope import RopeConfig
 from octavo_worker.quant import Quantization, quantization_of
 
@@ -94,11 +96,28 @@ def choose_dtype(
     return dtype
 
 
+class Activation(Enum):
+    """What gates an MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+# By the names that config.json has for them.
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What a decoder is made of. By layer: `ropes`, its positions (None = it knows none), and
     `attention`, how it attends. `layout` says how checkpoints store it, `sandwich_norms` that what
-    attention and MLP give is normed too. `quantization`: None = none.
+    attention and MLP give is normed too, `offset_norms` that stored norms lack 1. `embed_scale`:
+    embeddings are multiplied by it; `final_soft_cap`: logits become c tanh(logit / c); None = not.
+    `quantization`: None = none.
     """
 
     architecture: str
@@ -118,8 +137,12 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    offset_norms: bool
     sandwich_norms: bool
     moe: MoeConfig | None
+    activation: Activation
+    embed_scale: float | None
+    final_soft_cap: float | None
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     initializer_range: float
@@ -159,17 +182,17 @@ class ModelConfig:
             rms_norm_eps=positive(fields, "rms_norm_eps"),
             rope=rope,
             ropes=family.ropes(fields, rope),
-            attention=tuple(
-                # A window that no query ever leaves is none.
-                AttentionOptions(head_dim**-0.5, window if window and window < longest else None)
-                for window in family.windows(fields)
-            ),
+            attention=_attention(fields, head_dim, family.windows(fields), longest),
             qkv_bias=flag(fields, "attention_bias", family.qkv_bias),
             o_bias=flag(fields, "attention_bias", family.o_bias),
             mlp_bias=flag(fields, "mlp_bias", family.mlp_bias),
             qk_norm=family.qk_norm,
+            offset_norms=family.offset_norms,
             sandwich_norms=family.sandwich_norms,
             moe=_moe(fields, family, quantization),
+            activation=_activation(fields),
+            embed_scale=_embed_scale(hidden_size, dtype) if family.scaled_embedding else None,
+            final_soft_cap=optional(fields, "final_logit_softcapping"),
             tie_word_embeddings=flag(fields, "tie_word_embeddings"),
             eos_token_ids=eos_token_ids(folder, fields),
             initializer_range=positive(fields, "initializer_range"),
@@ -207,6 +230,11 @@ def _moe(fields: Fields, family: Family, quantization: Quantization | None) -> M
             f"config.json: {quantization}: quantized experts aren't supported; "
             f"{family.architecture} needs a checkpoint in float32, float16 or bfloat16"
         )
+    if _activation(fields) is not Activation.SILU:
+        raise ConfigurationError(
+            f"config.json: hidden_act={fields['hidden_act']!r} isn't supported for experts; "
+            "supported: silu"
+        )
     return MoeConfig.from_fields(fields, family.experts)
 
 
@@ -237,11 +265,33 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _refuse_what_is_not_computed(fields: Fields) -> None:
-    if fields["hidden_act"] not in ("silu", "swish"):
+def _attention(
+    fields: Fields, head_dim: int, windows: Windows, max_model_len: int
+) -> tuple[AttentionOptions, ...]:
+    """A layer each."""
+    scale = (optional(fields, "query_pre_attn_scalar") or head_dim) ** -0.5
+    soft_cap = optional(fields, "attn_logit_softcapping")
+    # A window that no query ever leaves is none.
+    limited = (window if window and window < max_model_len else None for window in windows)
+    return tuple(AttentionOptions(scale, window, soft_cap) for window in limited)
+
+
+def _embed_scale(hidden_size: int, dtype: torch.dtype) -> float:
+    """sqrt(hidden size), rounded to float32 and then to `dtype`, as transformers does."""
+    return torch.tensor(hidden_size**0.5).to(dtype).item()
+
+
+def _activation(fields: Fields) -> Activation:
+    activation = _ACTIVATIONS.get(fields["hidden_act"])
+    if activation is None:
         raise ConfigurationError(
-            f"config.json: hidden_act={fields['hidden_act']!r} isn't supported; supported: silu"
+            f"config.json: hidden_act={fields['hidden_act']!r} isn't supported; "
+            f"supported: {', '.join(_ACTIVATIONS)}"
         )
+    return activation
+
+
+def _refuse_what_is_not_computed(fields: Fields) -> None:
     if fields.get("per_layer_config"):
         raise ConfigurationError(
             f"config.json: per_layer_config isn't supported: {fields['per_layer_config']!r:.200}"

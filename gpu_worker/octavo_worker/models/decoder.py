@@ -1,4 +1,4 @@
-"""The decoder of all Llama-shaped families: RMSNorm, attention with RoPE, gated SiLU.
+"""The decoder of all Llama-shaped families: RMSNorm, attention with RoPE, a gated MLP.
 
 One class for all of `families`; what differs between them is in `ModelConfig`. Q, k and v are one
 matrix, gate and up another. Linear layers are a maker's, all else is the backend's, so that the
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo_worker.attention_inputs import AttentionOptions, StepInputs
+from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.linear import DenseMaker, LinearMaker, Split, Weights
 from octavo_worker.models.mlp import GatedMlp, Mlp
@@ -33,40 +33,40 @@ HEAD_NAME = "lm_head.weight"
 
 
 class Layer:
-    """One transformer block. `cos_sin`: float32 [P, 2, R/2], shared between layers."""
+    """One transformer block, the `index`-th."""
 
     def __init__(
         self,
         config: ModelConfig,
+        index: int,
         make: LinearMaker,
         empty: Callable[..., Tensor],
+        make_norm: Callable[[int], Tensor],
         cos_sin: Tensor,
-        options: AttentionOptions,
-        prefix: str,
-        *,
-        is_sparse: bool,
     ) -> None:
-        """`empty`: makes a tensor of a shape; `is_sparse`: its MLP is a mixture of experts."""
+        """`empty`: makes a tensor of a shape; `cos_sin`: float32 [P, 2, R/2], shared by layers."""
         hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
+        prefix = f"model.layers.{index}"
         self.prefix = prefix
+        self._offset_norms = config.offset_norms
         self.cos_sin = cos_sin
-        self.options = options
+        self.options = config.attention[index]
         attention = f"{prefix}.self_attn"
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.HEADS)
         parts = {"o_proj": hidden}
         self.o = make(attention, parts, q_size, bias=config.o_bias, split=Split.ROWS)
         self.mlp: Mlp
-        if is_sparse and config.moe is not None:
+        if config.moe is not None and config.sparse_layers[index]:
             self.mlp = SparseMlp(config, config.moe, make, empty, prefix)
         else:
             self.mlp = GatedMlp(config, make, f"{prefix}.mlp", config.intermediate_size)
-        self.input_norm = empty(hidden)
-        self.q_norm = empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = empty(config.head_dim) if config.qk_norm else None
-        self.post_attention_norm = empty(hidden)
-        self.after_attention_norm = empty(hidden) if config.sandwich_norms else None
-        self.after_mlp_norm = empty(hidden) if config.sandwich_norms else None
+        self.input_norm = make_norm(hidden)
+        self.q_norm = make_norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = make_norm(config.head_dim) if config.qk_norm else None
+        self.post_attention_norm = make_norm(hidden)
+        self.after_attention_norm = make_norm(hidden) if config.sandwich_norms else None
+        self.after_mlp_norm = make_norm(hidden) if config.sandwich_norms else None
 
     def weights(self) -> Iterator[Weights]:
         """All of it but the norms."""
@@ -88,14 +88,18 @@ class Layer:
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """(name in a checkpoint; the place it's loaded to)."""
         for name, norm in self.norms().items():
-            yield f"{self.prefix}.{name}.weight", norm_slot(norm)
+            yield f"{self.prefix}.{name}.weight", norm_slot(norm, offset=self._offset_norms)
         for weights in self.weights():
             yield from weights.slots()
 
 
-def norm_slot(weight: Tensor) -> Slot:
-    """The place of a norm's weight: random ones are 1."""
-    return Slot(weight, fill=ones)
+def norm_slot(weight: Tensor, *, offset: bool) -> Slot:
+    """The place of a norm's weight: random ones are 1. `offset`: what is stored lacks 1."""
+    return Slot(weight, take=_plus_one if offset else None, fill=ones)
+
+
+def _plus_one(stored: Tensor) -> Tensor:
+    return 1 + stored.float()
 
 
 class VocabParts(Protocol):
@@ -143,19 +147,19 @@ class Model:
         num_ids = vocab.num_rows if vocab is not None else config.vocab_size
         self.embed_tokens = self._empty(num_ids, config.hidden_size)
         self.layers = [
-            Layer(
-                *(config, make, self._empty, tables[rope], options, f"model.layers.{index}"),
-                is_sparse=is_sparse,
-            )
-            for index, (rope, options, is_sparse) in enumerate(
-                zip(config.ropes, config.attention, config.sparse_layers, strict=True)
-            )
+            Layer(config, index, make, self._empty, self._norm, tables[rope])
+            for index, rope in enumerate(config.ropes)
         ]
-        self.final_norm = self._empty(config.hidden_size)
+        self.final_norm = self._norm(config.hidden_size)
         self.lm_head = self.embed_tokens if tied else self._empty(num_ids, config.hidden_size)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.config.dtype, device=self.device)
+
+    def _norm(self, size: int) -> Tensor:
+        """In float32 if 1 is added to it: bfloat16 has too few digits beside 1."""
+        dtype = torch.float32 if self.config.offset_norms else self.config.dtype
+        return torch.empty(size, dtype=dtype, device=self.device)
 
     def slots(self) -> dict[str, Slot]:
         """Checkpoint name -> the place its values belong; together every parameter, once."""
@@ -163,7 +167,7 @@ class Model:
         slots = {EMBED_NAME: vocab_slot(self.embed_tokens)}
         for layer in self.layers:
             slots |= dict(layer.slots())
-        slots["model.norm.weight"] = norm_slot(self.final_norm)
+        slots["model.norm.weight"] = norm_slot(self.final_norm, offset=self.config.offset_norms)
         if self.lm_head is not self.embed_tokens:
             slots[HEAD_NAME] = vocab_slot(self.lm_head)
         return slots
@@ -215,12 +219,17 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, V] for hidden states [S, Hid], those of the rows to be sampled."""
         logits = F.linear(hidden, self.lm_head)
-        return (logits if self._vocab is None else self._vocab.join(logits)).float()
+        logits = (logits if self._vocab is None else self._vocab.join(logits)).float()
+        cap = self.config.final_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         if self._vocab is None:
-            return F.embedding(input_ids, self.embed_tokens)
-        return self._vocab.embed(input_ids, self.embed_tokens)
+            hidden = F.embedding(input_ids, self.embed_tokens)
+        else:
+            hidden = self._vocab.embed(input_ids, self.embed_tokens)
+        scale = self.config.embed_scale
+        return hidden if scale is None else hidden * scale
 
     def _attention(
         self,

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 
 from octavo.errors import ConfigurationError
 from octavo_worker.models.fields import Fields
-from octavo_worker.models.layouts import LLAMA, Layout, chatglm, glm, phi3, qwen1
+from octavo_worker.models.layouts import LLAMA, Layout, chatglm, gemma, glm, phi3, qwen1
 from octavo_worker.models.moe_config import MIXTRAL_NAMES, QWEN_NAMES, ExpertNames
 from octavo_worker.models.per_layer import (
     Ropes,
     Windows,
+    local_and_global_ropes,
     no_windows,
     rope_by_layer,
     rope_everywhere,
     windows_by_layer,
+    windows_by_pattern,
     windows_everywhere,
     windows_if_used,
     windows_on_even_layers,
@@ -33,7 +35,8 @@ class Family:
     """A row of the table. Bias flags: None = what the config's flag says, else fixed.
 
     `aliases`: other names of the architecture. `translate`: the fields, in the words of Llama's.
-    `partial_rotary`: whether `partial_rotary_factor` may be below 1.
+    `partial_rotary`: whether `partial_rotary_factor` may be below 1. `offset_norms`: norms store
+    their weights minus 1. `scaled_embedding`: embeddings are multiplied by sqrt(hidden size).
     `experts`: how those of a mixture of experts are stored.
     """
 
@@ -47,7 +50,9 @@ class Family:
     o_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool = False
+    offset_norms: bool = False
     sandwich_norms: bool = False
+    scaled_embedding: bool = False
     partial_rotary: bool = False
     experts: ExpertNames | None = None
     windows: Callable[[Fields], Windows] = no_windows
@@ -60,13 +65,16 @@ def _with_qkv_bias(fields: Fields) -> Fields:
 
 _DEFAULTS: Fields = {
     "attention_bias": False,
+    "attn_logit_softcapping": None,
     "eos_token_id": None,
+    "final_logit_softcapping": None,
     "head_dim": None,
     "hidden_act": "silu",
     "initializer_range": 0.02,
     "max_position_embeddings": 32_768,
     "mlp_bias": False,
     "num_key_value_heads": None,
+    "query_pre_attn_scalar": None,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
@@ -95,6 +103,24 @@ _QWEN_MOE_DEFAULTS: Fields = {
     "norm_topk_prob": False,
     "sliding_window": 4096,
     "use_sliding_window": False,
+}
+_GEMMA_DEFAULTS: Fields = {
+    **_DEFAULTS,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+_GEMMA2_DEFAULTS: Fields = {
+    **_GEMMA_DEFAULTS,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
 }
 FAMILIES = (
     Family(  # SmolLM and SmolLM2 too
@@ -265,6 +291,48 @@ FAMILIES = (
         o_bias=False,
         mlp_bias=False,
         partial_rotary=True,
+    ),
+    Family(
+        "GemmaForCausalLM",
+        "gemma",
+        _GEMMA_DEFAULTS,
+        translate=gemma.translate,
+        mlp_bias=False,
+        offset_norms=True,
+        scaled_embedding=True,
+    ),
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _GEMMA2_DEFAULTS,
+        layout=gemma.SANDWICHED,
+        translate=gemma.translate,
+        mlp_bias=False,
+        offset_norms=True,
+        sandwich_norms=True,
+        scaled_embedding=True,
+        windows=windows_by_pattern,
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            **_GEMMA2_DEFAULTS,
+            "final_logit_softcapping": None,
+            "max_position_embeddings": 131_072,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window_pattern": 6,
+        },
+        layout=gemma.SANDWICHED,
+        translate=gemma.translate_3,
+        mlp_bias=False,
+        qk_norm=True,
+        offset_norms=True,
+        sandwich_norms=True,
+        scaled_embedding=True,
+        windows=windows_by_pattern,
+        ropes=local_and_global_ropes,
     ),
 )
 

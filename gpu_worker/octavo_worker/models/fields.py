@@ -27,6 +27,11 @@ def positive(fields: Fields, name: str) -> float:
     return float(value)
 
 
+def optional(fields: Fields, name: str) -> float | None:
+    """A number > 0, or null."""
+    return None if fields[name] is None else positive(fields, name)
+
+
 def flag(fields: Fields, name: str, fixed: bool | None = None) -> bool:
     """true or false; `fixed`, unless None, whatever stands there."""
     value = fields[name] if fixed is None else fixed

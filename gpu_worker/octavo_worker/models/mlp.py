@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from octavo_worker.models.config import ModelConfig
+from octavo_worker.models.config import Activation, ModelConfig
 from octavo_worker.models.linear import LinearMaker, Split, Weights
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ class Mlp(Protocol):
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)); `module`: its name, "model.layers.0.mlp"."""
+    """down(act(gate(x)) * up(x)); `module`: its name, "model.layers.0.mlp"."""
 
     def __init__(self, config: ModelConfig, make: LinearMaker, module: str, inner: int) -> None:
+        self._activation = config.activation
         parts = {"gate_proj": inner, "up_proj": inner}
         bias = config.mlp_bias
         self.gate_up = make(module, parts, config.hidden_size, bias=bias, split=Split.COLUMNS)
@@ -42,7 +43,10 @@ class GatedMlp:
         inputs: "StepInputs",  # noqa: ARG002 - every token is its own affair
         backend: "Backend",
     ) -> Tensor:
-        return self.down(backend.silu_mul(self.gate_up(hidden)))
+        gate_up = self.gate_up(hidden)
+        if self._activation is Activation.GELU_TANH:
+            return self.down(backend.gelu_mul(gate_up))
+        return self.down(backend.silu_mul(gate_up))
 
     def weights(self) -> Iterator[Weights]:
         yield from (self.gate_up, self.down)

@@ -54,6 +54,16 @@ def windows_without_positions(fields: Fields) -> Windows:
     return _windows(fields, _is_sliding(fields, [not has_rope for has_rope in _has_rope(fields)]))
 
 
+def windows_by_pattern(fields: Fields) -> Windows:
+    """By `layer_types`, else in all layers but every `sliding_window_pattern`-th."""
+    return _windows(fields, _is_local(fields))
+
+
+def _is_local(fields: Fields) -> list[bool]:
+    every, num_layers = count(fields, "sliding_window_pattern"), fields["num_hidden_layers"]
+    return _is_sliding(fields, [(index + 1) % every != 0 for index in range(num_layers)])
+
+
 def _is_sliding(fields: Fields, by_default: list[bool]) -> list[bool]:
     """Which layers have a window: as `layer_types` says, where it's there."""
     layer_types = fields.get("layer_types")
@@ -82,6 +92,17 @@ def rope_everywhere(fields: Fields, rope: RopeConfig) -> Ropes:
 def rope_by_layer(fields: Fields, rope: RopeConfig) -> Ropes:
     """Some layers know no positions: `_has_rope`."""
     return tuple(rope if has_rope else None for has_rope in _has_rope(fields))
+
+
+def local_and_global_ropes(fields: Fields, rope: RopeConfig) -> Ropes:
+    """The layers of `windows_by_pattern` have `local_rope_parameters`, the others `rope`."""
+    local_fields = {
+        **fields,
+        "rope_parameters": fields["local_rope_parameters"],
+        "rope_theta": fields["rope_local_base_freq"],
+    }
+    local = RopeConfig.from_fields(local_fields, head_dim=rope.rotary_dim)
+    return tuple(local if is_local else rope for is_local in _is_local(fields))
 
 
 def _has_rope(fields: Fields) -> list[bool]:

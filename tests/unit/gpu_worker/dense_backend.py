@@ -8,6 +8,7 @@ any mixture of chunks, decode rows and dead rows in a step.
 T tokens, H query heads, K kv heads, D head dim, N blocks, B block size, V vocabulary.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,12 @@ class DenseBackend:
         inner = gate_up.shape[-1] // 2
         gate, up = gate_up[:, :inner], gate_up[:, inner:]
         return gate / (1 + torch.exp(-gate)) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        inner = gate_up.shape[-1] // 2
+        gate, up = gate_up[:, :inner], gate_up[:, inner:]
+        inside = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + torch.tanh(inside)) * up
 
     def experts(
         self,

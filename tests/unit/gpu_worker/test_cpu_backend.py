@@ -207,6 +207,8 @@ def test_norms_and_gate() -> None:
     torch.testing.assert_close(normed, backend.rms_norm(x + residual, weight, 1e-6))
     gated = backend.silu_mul(x)
     torch.testing.assert_close(gated, x[:, :6] * x[:, :6].sigmoid() * x[:, 6:])
+    twice_u = (8 / torch.pi) ** 0.5 * (x[:, :6] + 0.044715 * x[:, :6] ** 3)
+    torch.testing.assert_close(backend.gelu_mul(x), x[:, :6] * twice_u.sigmoid() * x[:, 6:])
 
 
 def test_a_cpu_worker_imports_no_triton() -> None:

@@ -11,7 +11,8 @@ import torch
 from octavo.errors import ConfigurationError
 from octavo_worker.attention_inputs import AttentionOptions
 from octavo_worker.models import FAMILIES, ModelConfig
-from octavo_worker.models.config import choose_dtype, read_fields, stored_dtype
+from octavo_worker.models.config import Activation, choose_dtype, read_fields, stored_dtype
+from octavo_worker.models.rope import RopeConfig
 from tests.tiny_models import TINY_FAMILIES, tiny_config
 
 LLAMA: dict[str, Any] = {
@@ -80,13 +81,19 @@ def test_files_written_by_transformers(model_type: str, tmp_path: Path) -> None:
     config = ModelConfig.from_folder(tmp_path)
     assert config.architecture == hf.architectures[0]
     assert config.num_layers == hf.num_hidden_layers
-    assert config.rope.theta == hf.rope_parameters["rope_theta"]
+    rope = hf.rope_parameters.get("full_attention", hf.rope_parameters)
+    assert config.rope.theta == rope["rope_theta"]
     assert config.max_model_len == hf.max_position_embeddings
-    assert config.qk_norm == model_type.startswith("qwen3")
+    assert config.qk_norm == model_type.startswith(("qwen3", "gemma3"))
     assert config.qkv_bias == (model_type in ("qwen2", "qwen2_moe", "glm", "glm4"))
-    assert config.ropes == (
-        (*[config.rope] * 3, None) if model_type == "smollm3" else (config.rope, config.rope)
-    )
+    if model_type == "smollm3":
+        assert config.ropes == (*[config.rope] * 3, None)
+    elif model_type == "gemma3_text":
+        local, everywhere = config.ropes
+        assert everywhere == config.rope
+        assert local == RopeConfig("default", 10_000.0, 16, hf.max_position_embeddings)
+    else:
+        assert config.ropes == (config.rope, config.rope)
 
 
 def test_model_type_serves_where_no_architecture_is_named(tmp_path: Path) -> None:
@@ -211,6 +218,58 @@ def test_layer_types_that_are_not_computed_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"layer_types.*{named}"):
         read(tmp_path, QWEN2 | by_layer(layer_types))
+
+
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+# What Gemma 3's first files say of positions, and what files say now.
+OLD_ROPES = {
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 20_000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window_pattern": 2,
+}
+NEW_ROPES = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+    },
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def test_gemma_3s_old_and_new_words_mean_the_same(tmp_path: Path) -> None:
+    old, new = read(tmp_path, GEMMA3 | OLD_ROPES), read(tmp_path, GEMMA3 | NEW_ROPES)
+    assert old == new
+    assert old.max_model_len == 131_072  # after the scaling, not before
+    local, everywhere = old.ropes
+    assert local is not None
+    assert everywhere is not None
+    assert (local.rope_type, local.theta) == ("default", 20_000.0)
+    assert (everywhere.rope_type, everywhere.theta) == ("linear", 1_000_000.0)
+    assert [options.window for options in old.attention] == [4096, None]
+
+
+def test_gemma_attends_as_its_file_says(tmp_path: Path) -> None:
+    gemma2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 64}
+    config = read(tmp_path, gemma2)
+    assert config.attention == (
+        AttentionOptions(1 / 8, 4096, 50.0),
+        AttentionOptions(1 / 8, None, 50.0),
+    )
+    assert config.final_soft_cap == 30.0
+    config = read(tmp_path, gemma2 | {"attn_logit_softcapping": None, "sliding_window": None})
+    assert config.attention == (AttentionOptions(1 / 8),) * 2
+    with pytest.raises(ConfigurationError, match="use_bidirectional_attention=True"):
+        read(tmp_path, GEMMA3 | {"use_bidirectional_attention": True})
+
+
+def test_gemmas_activation_is_the_approximated_one(tmp_path: Path) -> None:
+    gemma = LLAMA | {"architectures": ["GemmaForCausalLM"]}
+    for fields in ({}, {"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}):
+        assert read(tmp_path, gemma | fields).activation is Activation.GELU_TANH
+    mixtral = LLAMA | {"architectures": ["MixtralForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+    with pytest.raises(ConfigurationError, match="'gelu_pytorch_tanh' isn't supported for experts"):
+        read(tmp_path, mixtral)
 
 
 def test_requested_length_is_checked(tmp_path: Path) -> None:

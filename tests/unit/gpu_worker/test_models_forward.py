@@ -105,6 +105,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
     "mixtral window": ("mixtral", {"sliding_window": 9}),
     "qwen3 moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "gemma": ("gemma", {}),
+    "gemma, one kv head, untied": (
+        "gemma",
+        {**heads(4, 1, 64), "tie_word_embeddings": False},
+    ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 without caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 1},
+    ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 by pattern, biases": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": None,
+            "sliding_window_pattern": 3,
+            "attention_bias": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3 tied": ("smollm3", {"tie_word_embeddings": True}),
     "smollm3 window": (
@@ -243,6 +264,21 @@ def test_half_precision_stays_close_to_float32(dtype: torch.dtype, tmp_path: Pat
     assert got.dtype == torch.float32
     error = (got - expected).abs().max()
     assert 0 < error < (0.15 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_norms_that_lack_1_lose_no_digits_in_bfloat16(tmp_path: Path) -> None:
+    """Weights near 0 are told apart beside 1, and nothing is rounded before the end."""
+    save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16)
+    reference = tiny_model(tiny_config("gemma2")).bfloat16()
+    model, backend = load_model(tmp_path, dtype=torch.bfloat16), CpuBackend()
+    x = torch.randn((7, 96), generator=torch.Generator().manual_seed(8)).bfloat16()
+    expected = reference.model.norm(x)
+    assert torch.equal(backend.rms_norm(x, model.final_norm, 1e-6), expected)
+    assert torch.equal(backend.add_rms_norm(x / 2, x / 2, model.final_norm, 1e-6)[0], expected)
+    ids = torch.arange(9)
+    embedded = model._embed(ids)
+    assert embedded.dtype == torch.bfloat16
+    assert torch.equal(embedded, reference.model.embed_tokens(ids))
 
 
 def test_partial_rotary_leaves_the_other_dims_alone(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ CASES: dict[str, Callable[[Path], PreTrainedModel]] = {
     "qwen3": tiny("qwen3"),
     "phi3 fused": tiny("phi3"),
     "glm4": tiny("glm4"),
+    "gemma2": tiny("gemma2"),
+    "gemma3": tiny("gemma3_text"),
     "chatglm3 fused and interleaved": save_chatglm,
     "qwen1 fused": save_qwen1,
     "gptq": quantized(Recipe("gptq")),

@@ -1,0 +1,54 @@
+"""Gemma: norms under names of their own, and config.json's words, by generation.
+
+Gemma 2 and 3 norm what attention and MLP give, too (sandwich norms). Gemma 3's local layers have
+positions of their own; config.json tells them inside `rope_parameters`, older files beside it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo_worker.models.fields import Fields, require
+from octavo_worker.models.layouts.layout import Layout
+
+SANDWICHED = Layout(
+    modules={
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    }
+)
+_COMPUTED = {"use_bidirectional_attention": False}
+
+
+def translate(fields: Fields) -> Fields:
+    """Gemma 1 and 2: another word for the activation."""
+    if fields.get("use_bidirectional_attention") is not None:
+        require(fields, _COMPUTED)
+    activation = fields.get("hidden_activation") or fields["hidden_act"]
+    # The first files of Gemma 1 say "gelu"; its weights were trained with the approximation.
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    return {**fields, "hidden_act": activation}
+
+
+def translate_3(fields: Fields) -> Fields:
+    """Gemma 3: `rope_parameters` becomes that of global layers, `local_rope_parameters` the rest's.
+
+    `max_position_embeddings` is the length after the scaling.
+    """
+    ropes = _mapping(fields.get("rope_parameters"))
+    everywhere = {**_mapping(ropes.get("full_attention")), **_mapping(fields.get("rope_scaling"))}
+    factor = everywhere.get("factor")
+    if everywhere.get("rope_type", everywhere.get("type")) == "linear" and factor:
+        original = fields["max_position_embeddings"] // factor
+        everywhere.setdefault("original_max_position_embeddings", original)
+    return {
+        **translate(fields),
+        "attn_logit_softcapping": None,  # never applied, whatever stands there
+        "rope_scaling": None,
+        "rope_parameters": everywhere,
+        "local_rope_parameters": _mapping(ropes.get("sliding_attention")),
+    }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
