@@ -170,6 +170,7 @@ def load_runner(
         device=device,
         load_format=settings.load_format,
         max_model_len=settings.max_model_len,
+        quantization=settings.quantization,
         progress=progress,
         exchange=None if group is None else group.exchange,
     )

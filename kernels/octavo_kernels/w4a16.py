@@ -29,6 +29,7 @@ from torch import Tensor
 from triton import knobs
 
 from octavo_kernels.launch import Launch, cdiv, next_power_of_2, num_multiprocessors, offset64
+from octavo_kernels.split_k import finish_split, partial_sums, splits
 
 TILE_K = 128
 _RUNS = 4  # of a tile, of 32 columns each
@@ -41,7 +42,6 @@ _MAX_ROW_TILES = 2  # of M, in the product
 _GEMV_TILE_N = 32
 _GEMV_STAGES = 4
 _GEMV_PROGRAMS_PER_SM = 8
-_MIN_TILES_PER_SPLIT = 2
 _ONE = {torch.float16: 0x6400, torch.bfloat16: 0x4300}
 # $0 = (float pair of ($1 & 0x000F000F | ONE, twice)) * 1.0 + $2: 0xEA is (a & b) | c; sm_80 has no
 # packed bf16 addition.
@@ -234,26 +234,6 @@ def _whole_run(words, run, zero, ONE: tl.constexpr, CODE: tl.constexpr, ASM: tl.
     return tl.interleave(_low_half(pairs, CODE), _low_half(pairs >> 16, CODE))
 
 
-@triton.jit
-def _finish(out, partial, arrivals, total, place, mask, split, num_splits, arrival, split_stride):
-    """Stores a tile, or a split's sum of it; the last split to arrive adds them all up."""
-    if num_splits == 1:
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(partial + offset64(split, split_stride) + place, total, mask=mask)
-        # All threads' stores come before the one thread's atomic, which releases them.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrivals + arrival, 1, sem="acq_rel", scope="gpu")
-        if before == num_splits - 1:
-            total = tl.zeros_like(total)
-            source = partial + place
-            for _ in range(num_splits):
-                total += tl.load(source, mask=mask, other=0.0, cache_modifier=".cg")
-                source += split_stride
-            tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
-            tl.store(arrivals + arrival, 0)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "tiles_per_split"])
 def _gemm_kernel(
     out,  # [M, N]
@@ -312,7 +292,7 @@ def _gemm_kernel(
     mask = (token < num_rows)[None, :] & (row < out_size)[:, None]
     arrival = m_tile * tl.num_programs(0) + n_tile
     split_stride = num_rows * out_size
-    _finish(out, partial, arrivals, acc, place, mask, split, num_splits, arrival, split_stride)
+    finish_split(out, partial, arrivals, acc, place, mask, split, num_splits, arrival, split_stride)
 
 
 @triton.jit(do_not_specialize=["num_splits", "tiles_per_split"])
@@ -377,7 +357,9 @@ def _gemv_kernel(
     total = tl.sum(acc, axis=2)
     place = offset64(token, out_size)[:, None] + row[None, :]
     mask = (row < out_size)[None, :]
-    _finish(out, partial, arrivals, total, place, mask, split, num_splits, n_tile, M * out_size)
+    finish_split(
+        out, partial, arrivals, total, place, mask, split, num_splits, n_tile, M * out_size
+    )
 
 
 @triton.jit
@@ -425,24 +407,17 @@ def _constants(w: W4Weight, code: torch.dtype) -> dict[str, object]:
     }
 
 
-def _splits(num_tiles: int, num_programs: int, most: int) -> tuple[int, int]:
-    """(splits of K, tiles in one) that bring the programs near `most`; none is empty."""
-    wanted = max(1, min(most // num_programs, num_tiles // _MIN_TILES_PER_SPLIT))
-    per_split = cdiv(num_tiles, wanted)
-    return cdiv(num_tiles, per_split), per_split
-
-
 def gemv_launch(out: Tensor, x: Tensor, w: W4Weight) -> Launch:
     """M = 1 or 2."""
     num_tiles, padded_n = w.words.shape[:2]
     n_tiles = padded_n // _GEMV_TILE_N
     most = _GEMV_PROGRAMS_PER_SM * num_multiprocessors(x.device)
-    num_splits, per_split = _splits(num_tiles, n_tiles, most)
+    num_splits, per_split = splits(num_tiles, n_tiles, most)
     return Launch(
         kernel=_gemv_kernel,
         grid=(n_tiles, num_splits),
         args=(
-            *(out, _partial(out, num_splits), w.arrivals, x, w.words, w.groups),
+            *(out, partial_sums(out, num_splits), w.arrivals, x, w.words, w.groups),
             *(w.out_size, w.in_size, x.stride(0), padded_n, num_tiles, num_splits, per_split),
         ),
         constants=_constants(w, torch.float16)
@@ -465,13 +440,13 @@ def gemm_launch(out: Tensor, x: Tensor, w: W4Weight) -> Launch:
     num_tiles, padded_n = w.words.shape[:2]
     n_tiles, m_tiles = padded_n // shape.tile_n, cdiv(num_rows, tile_m)
     most = shape.programs_per_sm * num_multiprocessors(x.device)
-    num_splits, per_split = _splits(num_tiles, n_tiles * m_tiles, most)
+    num_splits, per_split = splits(num_tiles, n_tiles * m_tiles, most)
     code = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float16
     return Launch(
         kernel=_gemm_kernel,
         grid=(n_tiles, m_tiles, num_splits),
         args=(
-            *(out, _partial(out, num_splits), w.arrivals, x, w.words, w.groups, num_rows),
+            *(out, partial_sums(out, num_splits), w.arrivals, x, w.words, w.groups, num_rows),
             *(w.out_size, w.in_size, x.stride(0), padded_n, num_tiles, num_splits, per_split),
         ),
         constants=_constants(w, code)
@@ -484,12 +459,6 @@ def gemm_launch(out: Tensor, x: Tensor, w: W4Weight) -> Launch:
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-
-
-def _partial(out: Tensor, num_splits: int) -> Tensor:
-    """The splits' sums; nothing, where there is one split."""
-    shape = (num_splits if num_splits > 1 else 0, *out.shape)
-    return torch.empty(shape, dtype=torch.float32, device=out.device)
 
 
 def dequantize_launch(out: Tensor, w: W4Weight) -> Launch:

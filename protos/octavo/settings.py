@@ -369,6 +369,11 @@ class WorkerSettings(CommonSettings):
     tensor_parallel: int = setting(
         1, "ranks that share the model: cards, on cpu processes", minimum=1, maximum=64
     )
+    quantization: str = setting(
+        "auto",
+        "auto = as the checkpoint is; fp8 = linear layers rounded to 8-bit floats at load",
+        choices=("auto", "fp8"),
+    )
     block_size: int = setting(16, "tokens per KV block", choices=(16, 32))
     max_num_seqs: int = setting(256, "rows", minimum=1, maximum=4096)
     max_num_batched_tokens: int = setting(

@@ -1,4 +1,4 @@
-"""Linear layers of Llama 3.1 8B: 4-bit weights by every way, and bf16 ones by the library.
+"""Linear layers of Llama 3.1 8B: 4-bit weights by every way, 8-bit floats by two, bf16 by one.
 
 Where two ways cross is what `octavo_kernels.w4a16` has in its table. Entry points:
 `linear_cases`, `fastest_ways`.
@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from octavo_kernels.fp8_gemm import fp8_gemm, new_arrivals, quantize_rows
 from octavo_kernels.w4a16 import W4Weight, Way, dequantize, matmul, pack
 from octavo_worker.kernel_bench.case import Call, Case, Measured, num_sets
+from octavo_worker.quant.fp8_cuda import library_product
 
 LAYERS = {
     "qkv": (6144, 4096),
@@ -24,7 +26,7 @@ _ITEM = 2
 
 
 def linear_cases() -> list[Case]:
-    return [*_w4_cases(), *_dense_cases()]
+    return [*_w4_cases(), *_fp8_cases(), *_dense_cases()]
 
 
 def w4_bytes(out_size: int, in_size: int) -> int:
@@ -62,6 +64,32 @@ def _dequantize(layer: str, out_size: int, in_size: int, num_bytes: int) -> Case
         return [lambda w=weight: dequantize(w, torch.bfloat16) for weight in weights]
 
     return Case(f"w4a16 {layer} to bf16", num_bytes, 2 * out_size * in_size, make)
+
+
+def _fp8_cases() -> Iterator[Case]:
+    """With x in bf16, rounded on the way."""
+    for layer, (out_size, in_size) in LAYERS.items():
+        for num_rows in (1, 8, 32, 64, 128, 256):
+            for way in ("kernel", "library"):
+                yield _fp8(layer, out_size, in_size, num_rows, way)
+
+
+def _fp8(layer: str, out_size: int, in_size: int, num_rows: int, way: str) -> Case:
+    num_bytes = out_size * (in_size + 4) + num_rows * (in_size + out_size) * _ITEM
+
+    def make() -> list[Call]:
+        return [call() for _ in range(num_sets(num_bytes))]
+
+    def call() -> Call:
+        weight, scales = quantize_rows(_random(out_size, in_size))
+        x, arrivals = _random(num_rows, in_size), new_arrivals(out_size, weight.device)
+        if way == "library":
+            return lambda: library_product(*quantize_rows(x), weight, scales)
+        return lambda: fp8_gemm(*quantize_rows(x), weight, scales, arrivals, x.dtype)
+
+    # In bf16's operations, of which the ceiling is: e4m3's go twice as fast.
+    flops = num_rows * out_size * in_size
+    return Case(f"fp8 {layer} {num_rows} {way}", num_bytes, flops, make)
 
 
 def _dense_cases() -> Iterator[Case]:

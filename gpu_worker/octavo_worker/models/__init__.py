@@ -8,6 +8,7 @@ don't know. Must not know: requests, rows, sampling.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,12 @@ from octavo_worker.models.config import (
 )
 from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
 from octavo_worker.models.families import FAMILIES, Family, find_family
-from octavo_worker.models.linear import DenseMaker
+from octavo_worker.models.fp8_linear import Fp8Maker
+from octavo_worker.models.linear import CuttingMaker, DenseMaker
 from octavo_worker.models.moe import with_stored_experts
 from octavo_worker.models.quant_linear import W4Kernels
 from octavo_worker.models.quantized import QuantMaker
+from octavo_worker.quant import Fp8Format
 from octavo_worker.weights import (
     Checkpoint,
     Progress,
@@ -57,6 +60,7 @@ def load_any_model(
     load_format: str = "auto",
     seed: int = 0,
     max_model_len: int = 0,
+    quantization: str = "auto",
     progress: Progress | None = None,
     exchange: "Exchange | None" = None,
 ) -> "Model | FallbackModel":
@@ -74,8 +78,14 @@ def load_any_model(
             load_format=load_format,
             seed=seed,
             max_model_len=max_model_len,
+            quantization=quantization,
             progress=progress,
             exchange=exchange,
+        )
+    if quantization != "auto":
+        raise ConfigurationError(
+            f"OCTAVO_QUANTIZATION={quantization}: models in transformers' code stay as they are",
+            param="quantization",
         )
     if exchange is not None:
         raise ConfigurationError(
@@ -104,6 +114,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     max_model_len: int = 0,
+    quantization: str = "auto",
     progress: Progress | None = None,
     exchange: "Exchange | None" = None,
 ) -> Model:
@@ -111,16 +122,17 @@ def load_model(
 
     `dtype`: "auto" (the checkpoint's on cuda, float32 on the CPU), a name or a torch dtype.
     `load_format`: "auto" = safetensors; "random" = weights drawn from `seed`, for folders that
-    hold a config.json only. `max_model_len` 0 = the longest that the model allows. `progress`
-    is called with the fraction loaded, up to 1.0. `exchange`: of the ranks that share the model;
-    this one's part is loaded (None = there is one rank). Raises ConfigurationError for whatever is
-    wrong with the folder, naming file and tensor or field.
+    hold a config.json only. `max_model_len` 0 = the longest that the model allows.
+    `quantization`: "auto" = as the checkpoint is; "fp8" = linear layers rounded to 8-bit floats
+    while they are loaded. `progress` is called with the fraction loaded, up to 1.0. `exchange`: of
+    the ranks that share the model; this one's part is loaded (None = there is one rank). Raises
+    ConfigurationError for whatever is wrong with the folder, naming file and tensor or field.
     """
     device = torch.device(device)
     stored = stored_dtype(read_fields(folder))
     if load_format == "random":
         chosen = choose_dtype(dtype, stored, device)
-        config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
+        config = _read_config(folder, chosen, max_model_len, quantization)
         model = _make_model(config, device, config.tie_word_embeddings, exchange, None)
         fill_random(model.slots(), seed=seed, std=config.initializer_range)
         _finish(model)
@@ -130,7 +142,7 @@ def load_model(
     base_name = (read_gptq_fields(folder) or {}).get("model_file_base_name")
     with Checkpoint(folder, base_name=base_name) as checkpoint:
         chosen = choose_dtype(dtype, stored or checkpoint.dtype(), device)
-        config = ModelConfig.from_folder(folder, dtype=chosen, max_model_len=max_model_len)
+        config = _read_config(folder, chosen, max_model_len, quantization)
         layout = config.layout
         embed_name, head_name = layout.name_of(EMBED_NAME), layout.name_of(HEAD_NAME)
         config = with_stored_experts(config, checkpoint.tensors)
@@ -163,6 +175,20 @@ def _finish(model: Model) -> None:
         torch.cuda.empty_cache()
 
 
+def _read_config(
+    folder: Path, dtype: torch.dtype, max_model_len: int, quantization: str
+) -> ModelConfig:
+    config = ModelConfig.from_folder(folder, dtype=dtype, max_model_len=max_model_len)
+    if quantization != "fp8" or isinstance(config.quantization, Fp8Format):
+        return config
+    if config.quantization is not None:
+        raise ConfigurationError(
+            f"OCTAVO_QUANTIZATION=fp8: the checkpoint is quantised already: {config.quantization}",
+            param="quantization",
+        )
+    return replace(config, quantization=Fp8Format())
+
+
 def _make_model(
     config: ModelConfig,
     device: torch.device,
@@ -171,8 +197,11 @@ def _make_model(
     stored: Mapping[str, StoredTensor] | None,
 ) -> Model:
     """`stored`: the checkpoint's tensors by name; None = values will be drawn."""
-    make = DenseMaker(config.dtype, device)
-    if config.quantization is not None:
+    make: CuttingMaker = DenseMaker(config.dtype, device)
+    if isinstance(config.quantization, Fp8Format):
+        make = Fp8Maker(config, config.quantization, device, stored)
+        _LOG.info("quantised: %s", config.quantization)
+    elif config.quantization is not None:
         make = QuantMaker(config, config.quantization, device, stored, _kernels_for(device))
         _LOG.info("quantised: %s; computed with %s", config.quantization, make.form)
     if exchange is None:

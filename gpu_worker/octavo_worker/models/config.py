@@ -22,7 +22,7 @@ from octavo_worker.models.layouts import Heads, Layout
 from octavo_worker.models.moe_config import MoeConfig
 from octavo_worker.models.per_layer import Windows
 from octavo_worker.models.rope import RopeConfig
-from octavo_worker.quant import Quantization, quantization_of
+from octavo_worker.quant import Fp8Format, Quantization, quantization_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class ModelConfig:
     initializer_range: float
     dtype: torch.dtype
     layout: Layout
-    quantization: Quantization | None = None
+    quantization: Quantization | Fp8Format | None = None
 
     @classmethod
     def from_folder(

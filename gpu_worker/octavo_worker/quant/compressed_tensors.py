@@ -80,7 +80,7 @@ class CompressedTensors:
             group_size=weights.number("group_size", _GROUP_SIZES) if is_group else -1,
             symmetric=weights.flag("symmetric"),
             act_order=order in ("group", "dynamic"),
-            rules=_rules(fields, group),
+            rules=rules_of(fields, group),
         )
 
     @property
@@ -142,7 +142,8 @@ class CompressedTensors:
         return f"compressed-tensors, {self.bits} bits, {groups}, {kind}{order}"
 
 
-def _rules(fields: FieldReader, group: FieldReader) -> ModuleRules:
+def rules_of(fields: FieldReader, group: FieldReader) -> ModuleRules:
+    """Which layers the targets of a group and the ignored names leave quantised."""
     targets = group.names("targets")
     only = None if _LINEAR in targets else _matchers(group, "targets", targets)
     return ModuleRules(_matchers(fields, "ignore", fields.names("ignore")), only)

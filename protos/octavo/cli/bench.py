@@ -62,9 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.profile:
         steps = report(Path(arguments.profile))
         add_clients(Path(arguments.profile), run)
-    record = make_record(run, bench.facts(dtype, quant_method(config)), limit) | (
-        {} if steps is None else steps
-    )
+    quant = quant_method(config)
+    if options.worker.quantization != "auto":
+        # Weights that are rounded at load: their bytes are not the folder's.
+        quant, limit = options.worker.quantization, None
+    record = make_record(run, bench.facts(dtype, quant), limit) | ({} if steps is None else steps)
     RichConsole(stderr=True).print(_table(record))
     line = json.dumps(record)
     print(line, flush=True)

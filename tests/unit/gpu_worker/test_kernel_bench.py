@@ -41,6 +41,8 @@ def test_bytes_and_operations_are_those_of_the_shapes() -> None:
     # Half a byte a weight, 4 bytes a group of 128; x and y in bf16.
     assert w4.num_bytes == 4096 * 14_336 // 2 + 4096 * 112 * 4 + 8 * (4096 + 14_336) * 2
     assert w4.flops == 2 * 8 * 4096 * 14_336
+    fp8 = CASES["fp8 down 8 kernel"]
+    assert fp8.num_bytes == 4096 * 14_336 + 4096 * 4 + 8 * (4096 + 14_336) * 2
     dense = CASES["dense qkv 1"]
     assert dense.num_bytes == (6144 * 4096 + 6144 + 4096) * 2
 

@@ -1,0 +1,48 @@
+"""The kernels for 8-bit floats, compiled for sm_90 (sm_80 has none)."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo_kernels.fp8_gemm import E4M3, fp8_gemm_launch, quantize_rows_launch
+from octavo_kernels.launch import Launch
+from tests.kernels.compiled import MAX_SHARED_BYTES, compile_launch
+
+SLOW = pytest.mark.slow
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _check(launch: Launch) -> str:
+    used = compile_launch(launch, 90)
+    assert used.stack_bytes == used.local_bytes == 0, used.registers
+    assert used.shared_bytes <= MAX_SHARED_BYTES[90]
+    return used.ptx
+
+
+@pytest.mark.parametrize(
+    "num_rows", [8, pytest.param(32, marks=SLOW), pytest.param(64, marks=SLOW), 300]
+)
+def test_fp8_gemm(num_rows: int) -> None:
+    x, weight = _meta(num_rows, 4096, dtype=E4M3), _meta(6144, 4096, dtype=E4M3)
+    out = _meta(num_rows, 6144, dtype=torch.bfloat16)
+    arrivals = _meta(64, dtype=torch.int32)
+    ptx = _check(fp8_gemm_launch(out, x, _meta(num_rows), weight, _meta(6144), arrivals))
+    assert "wgmma.mma_async" in ptx
+    assert ".f32.e4m3.e4m3" in ptx
+    assert "cp.async.cg.shared.global" in ptx
+
+
+@SLOW
+def test_sizes_that_are_no_multiple_of_a_tile() -> None:
+    x, weight = _meta(8, 576, dtype=E4M3), _meta(200, 576, dtype=E4M3)
+    out, arrivals = _meta(8, 200, dtype=torch.float16), _meta(64, dtype=torch.int32)
+    _check(fp8_gemm_launch(out, x, _meta(8), weight, _meta(200), arrivals))
+
+
+def test_quantize_rows() -> None:
+    x = _meta(8, 14_336, dtype=torch.bfloat16)
+    ptx = _check(quantize_rows_launch(_meta(8, 14_336, dtype=E4M3), _meta(8), x))
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx

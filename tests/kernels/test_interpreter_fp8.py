@@ -1,0 +1,24 @@
+"""8-bit floats in Triton's interpreter.
+
+It rounds to e4m3 wrongly, so rounding is tested with float16 in e4m3's place (same code); reading
+e4m3 works.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import fp8_checks as checks
+from tests.kernels.cases import case_id, pairwise
+
+pytestmark = pytest.mark.interpreter
+
+
+def test_quantize_rows() -> None:
+    checks.check_quantize_rows("cpu", torch.float16)
+
+
+@pytest.mark.parametrize("case", pairwise(checks.FACTORS, count=12), ids=case_id)
+def test_fp8_gemm(case: dict[str, Any]) -> None:
+    checks.check_fp8_gemm(case, "cpu")
