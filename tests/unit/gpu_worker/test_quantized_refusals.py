@@ -83,7 +83,7 @@ FIELDS: dict[str, tuple[Recipe, dict[str, Any], str]] = {
         group(input_activations={"num_bits": 8}),
         "group_0.input_activations",
     ),
-    "packed other format": (PACKED, {"format": "float-quantized"}, "format='float-quantized'"),
+    "packed other format": (PACKED, {"format": "int-quantized"}, "format='int-quantized'"),
     "packed not compressed": (PACKED, {"quantization_status": "frozen"}, "status='frozen'"),
     "packed KV cache": (PACKED, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     "packed sparse": (
