@@ -214,7 +214,7 @@ def route_launches(
         "TOKENS": chunk_tokens,
         "E_PAD": padded,
     }
-    num_warps = max(1, min(8, chunk_tokens * padded // 512))
+    num_warps = max(1, min(8, chunk_tokens * padded // 256))
     count = Launch(
         kernel=_count_kernel,
         grid=(num_chunks,),

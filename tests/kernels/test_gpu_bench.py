@@ -7,7 +7,9 @@ from octavo_worker.kernel_bench import Measured, measure_kernels
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("words", [["gqa", "16", "2048"], ["fresh 8"], ["rope"], ["sample 1 "]])
+@pytest.mark.parametrize(
+    "words", [["gqa", "16", "2048"], ["fresh 8"], ["rope"], ["sample 1 "], ["moe qwen3", "a3b 1"]]
+)
 def test_cases_run(words: list[str]) -> None:
     results = [item for item in measure_kernels(words) if isinstance(item, Measured)]
     assert results

@@ -13,6 +13,7 @@ from octavo.errors import ConfigurationError
 from octavo_worker.kernel_bench.attention_cases import attention_cases
 from octavo_worker.kernel_bench.case import Case, Ceilings, Measured
 from octavo_worker.kernel_bench.linear_cases import linear_cases
+from octavo_worker.kernel_bench.moe_cases import moe_cases
 from octavo_worker.kernel_bench.row_cases import row_cases
 from octavo_worker.kernel_bench.timing import measure_ceilings, time_us
 
@@ -21,7 +22,7 @@ __all__ = ["Ceilings", "Measured", "all_cases", "measure_kernels"]
 
 def all_cases() -> list[Case]:
     """Every case, nothing allocated."""
-    return [*attention_cases(), *row_cases(), *linear_cases()]
+    return [*attention_cases(), *row_cases(), *linear_cases(), *moe_cases()]
 
 
 def measure_kernels(words: Sequence[str]) -> Iterator[Ceilings | Measured]:

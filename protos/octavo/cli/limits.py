@@ -1,8 +1,10 @@
 """The physical limit of a workload on one H200, to print a measurement's fraction of it.
 
 T_step = max(weight bytes / BW, 2 params B / F) + KV bytes read / BW, with B rows in the step;
-a prefill computes 2 params a token. BW and F were measured on the card (read bandwidth, large
-bf16 GEMM); attention's arithmetic is left out. Must not know: how anything was measured.
+a prefill computes 2 params a token. Of a mixture of experts the params are those that compute one
+token, and the weight bytes those of the experts that B tokens hit if they choose evenly. BW and F
+were measured on the card (read bandwidth, large bf16 GEMM); attention's arithmetic is left out.
+Must not know: how anything was measured.
 Entry point: `limit_s`.
 """
 
@@ -18,36 +20,55 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def limit_s(config: Mapping[str, Any], dtype: str, requests: Sequence[BenchRequest]) -> float:
     """Least seconds in which the card can serve `requests`, all sent at once."""
-    params = matmul_params(config)
-    weight_s = weight_bytes(config, dtype) / READ_BYTES_PER_S
-    flops_s = 2 * params / FLOPS
+    flops_s = 2 * matmul_params(config) / FLOPS
+
+    def weight_s(num_tokens: int) -> float:
+        return weight_bytes(config, dtype, num_tokens) / READ_BYTES_PER_S
+
     kv_s = kv_bytes_per_token(config, dtype) / READ_BYTES_PER_S
-    prefill_s = flops_s * sum(len(request.token_ids) for request in requests)
+    num_prompt_tokens = sum(len(request.token_ids) for request in requests)
     # The prefill yields each request's first token; decode step n the token n + 1.
     decode_s = 0.0
     steps = max(request.num_output_tokens for request in requests)
     for step in range(1, steps):
         rows = [request for request in requests if request.num_output_tokens > step]
         context = sum(len(request.token_ids) + step for request in rows)
-        decode_s += max(weight_s, flops_s * len(rows)) + kv_s * context
-    return max(prefill_s, weight_s) + decode_s
+        decode_s += max(weight_s(len(rows)), flops_s * len(rows)) + kv_s * context
+    return max(flops_s * num_prompt_tokens, weight_s(num_prompt_tokens)) + decode_s
 
 
 def matmul_params(config: Mapping[str, Any]) -> int:
-    """Weights that every token is multiplied with: all but the embedding table."""
+    """Weights that a token is multiplied with: all but the embedding table and other experts."""
+    return _params(config, config.get("num_experts_per_tok", 0))
+
+
+def read_params(config: Mapping[str, Any], num_tokens: int) -> float:
+    """Weights that a step of so many tokens reads at least."""
+    if "num_experts_per_tok" not in config:
+        return matmul_params(config)
+    num_experts, top_k = _num_experts(config), config["num_experts_per_tok"]
+    return _params(config, num_experts * (1 - (1 - top_k / num_experts) ** num_tokens))
+
+
+def _params(config: Mapping[str, Any], num_experts: float) -> Any:
+    """All but the embedding table, with `num_experts` experts a layer."""
     hidden, head_dim = config["hidden_size"], _head_dim(config)
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
     attention = hidden * (2 * q_size + 2 * kv_size)
     mlp = 3 * hidden * config["intermediate_size"]
+    if "num_experts_per_tok" in config:
+        width = config.get("moe_intermediate_size") or config["intermediate_size"]
+        width = num_experts * width + config.get("shared_expert_intermediate_size", 0)
+        mlp = hidden * (_num_experts(config) + 3 * width)
     layers = config["num_hidden_layers"] * (attention + mlp)
     return layers + hidden * config["vocab_size"]
 
 
-def weight_bytes(config: Mapping[str, Any], dtype: str) -> float:
-    """Of what every token is multiplied with: the head in `dtype`, layers as quantised."""
+def weight_bytes(config: Mapping[str, Any], dtype: str, num_tokens: int = 1) -> float:
+    """Of what a step of so many tokens reads: the head in `dtype`, layers as quantised."""
     head = config["hidden_size"] * config["vocab_size"]
-    layers = matmul_params(config) - head
+    layers = read_params(config, num_tokens) - head
     return head * _BYTES[dtype] + layers * _bytes_a_weight(config, dtype)
 
 
@@ -71,6 +92,10 @@ def _bytes_a_weight(config: Mapping[str, Any], dtype: str) -> float:
     # A group's scale is a 16-bit float, its zero point a code.
     of_group = 0 if group_size == -1 else (16 + bits) / group_size
     return (bits + of_group) / 8
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    return config.get("num_experts") or config["num_local_experts"]
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:

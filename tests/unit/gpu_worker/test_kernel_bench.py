@@ -47,6 +47,17 @@ def test_bytes_and_operations_are_those_of_the_shapes() -> None:
     assert dense.num_bytes == (6144 * 4096 + 6144 + 4096) * 2
 
 
+def test_experts_are_read_once_if_they_are_hit() -> None:
+    expert = 3 * 2048 * 768
+    one, many = CASES["moe qwen3-30b-a3b 1"], CASES["moe qwen3-30b-a3b 32"]
+    assert one.num_bytes == (8 * expert + 2 * 2048) * 2
+    assert one.flops == 2 * 8 * expert
+    # 256 pairs hit all of the 128 experts.
+    assert many.num_bytes == (128 * expert + 32 * 2 * 2048) * 2
+    assert many.flops == 32 * one.flops
+    assert CASES["moe mixtral-8x7b 256"].num_bytes > 8 * 3 * 4096 * 14_336 * 2
+
+
 def test_every_way_of_4_bit_layers_is_measured() -> None:
     for layer in ("qkv", "o", "gate_up", "down"):
         ways = {name.split()[-1] for name in CASES if name.startswith(f"w4a16 {layer} 1 ")}

@@ -21,6 +21,7 @@ from octavo.cli.limits import (
     limit_s,
     matmul_params,
     quant_method,
+    read_params,
     weight_bytes,
 )
 from octavo.cli.measurement import RequestTiming, Run, make_record, percentiles
@@ -102,6 +103,22 @@ def test_limits_of_quantised_shapes() -> None:
     assert weight_bytes(gptq, "float16") == pytest.approx(8.03e9, rel=0.005)
     other = {**shape, "quantization_config": {"quant_method": "compressed-tensors"}}
     assert [knows_weights(config) for config in (shape, gptq, other)] == [True, True, False]
+
+
+def test_limits_of_experts_are_those_that_are_hit() -> None:
+    shape = load_shapes()["qwen3-30b-a3b"]
+    # 30.5e9 parameters and 3.3e9 active ones, less the embedding's 0.31e9.
+    assert matmul_params(shape) == pytest.approx(3.04e9, rel=1e-2)
+    assert read_params(shape, 1) == pytest.approx(matmul_params(shape))
+    assert read_params(shape, 32) == pytest.approx(1.23e9 + 0.873 * 28.99e9, rel=1e-2)
+    assert weight_bytes(shape, "bfloat16", 32) == 2 * read_params(shape, 32)
+    assert read_params(shape, 4096) == pytest.approx(30.2e9, rel=1e-2)
+    mixtral = {**load_shapes()["llama8b"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    # Llama's shape with two of eight MLPs.
+    assert matmul_params(mixtral) == pytest.approx(
+        matmul_params(load_shapes()["llama8b"]) + 5.64e9, rel=1e-2
+    )
+    assert read_params(load_shapes()["llama8b"], 8) == matmul_params(load_shapes()["llama8b"])
 
 
 def test_percentiles_are_values_that_occurred() -> None:
