@@ -51,6 +51,7 @@ class Awq:
         fields.refuse("lm_head", "dynamic")
         fields.word("version", ("gemm",), "gemm")
         fields.word("checkpoint_format", ("gemm",), "gemm")
+        fields.word("format", ("gemm",), "gemm")
         fields.word("backend", ("autoawq",), "autoawq")
         fields.number("bits", (_BITS,))
         if not fields.flag("zero_point", default=True):

@@ -56,8 +56,17 @@ def _read(fields: Any, gptq: Mapping[str, Any] | None, where: str) -> Quantizati
     if read is None:
         raise reader.error("quant_method", f"isn't supported; supported: {', '.join(_FORMATS)}")
     if gptq is not None and method == "gptq":
-        for name in _SAME:
-            if name in gptq and name in fields and gptq[name] != fields[name]:
-                why = f"contradicts quantize_config.json, where it is {gptq[name]}"
-                raise reader.error(name, why)
+        reader = FieldReader(_merged(fields, gptq, reader), where)
     return read(reader)
+
+
+def _merged(
+    fields: Mapping[str, Any], gptq: Mapping[str, Any], reader: FieldReader
+) -> Mapping[str, Any]:
+    """What config.json leaves out, such as who wrote the checkpoint, from the other file."""
+    named = {name: value for name, value in fields.items() if value is not None}
+    for name in _SAME:
+        other = gptq.get(name)
+        if other is not None and name in named and named[name] != other:
+            raise reader.error(name, f"contradicts quantize_config.json, where it is {other!r}")
+    return {**gptq, **named}

@@ -25,6 +25,7 @@ from octavo_worker.quant.stored import (
     Region,
     StoredForm,
     fill_words,
+    groups_form,
     num_groups,
     ordered_groups,
     ordered_region,
@@ -112,7 +113,7 @@ class CompressedTensors:
             axes = Along(Axis.OUTPUTS, _PER_WORD), groups
             forms.append(StoredForm("weight_zero_point", axes, torch.int32, _fill_zeros, _WORDS))
         if self.act_order:
-            forms.append(_groups_form(size, self.group_size))
+            forms.append(groups_form("weight_g_idx", size, self.group_size, act_order=True))
         return tuple(forms)
 
     def unpack(self, raw: Mapping[str, Tensor], region: Region) -> Codes:
@@ -172,23 +173,6 @@ def _shape_form(size: LayerSize) -> StoredForm:
         target.copy_(torch.tensor([size.outputs, size.inputs]))
 
     return StoredForm("weight_shape", (2,), torch.int64, fill, _INDICES, check)
-
-
-def _groups_form(size: LayerSize, group_size: int) -> StoredForm:
-    ordered = torch.arange(size.inputs) // (size.inputs if group_size == -1 else group_size)
-
-    def check(stored: Tensor) -> None:
-        lowest, highest = int(stored.min()), int(stored.max())
-        if lowest < 0 or highest >= size.groups:
-            raise BadValuesError(
-                f"holds groups from {lowest} to {highest}; there are 0 to {size.groups - 1}"
-            )
-
-    def fill(target: Tensor, _generator: torch.Generator, _std: float) -> None:
-        order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
-        target.copy_(ordered[order][: len(target)])
-
-    return StoredForm("weight_g_idx", (Along(Axis.INPUTS),), torch.int32, fill, _INDICES, check)
 
 
 def _fill_zeros(target: Tensor, _generator: torch.Generator, _std: float) -> None:

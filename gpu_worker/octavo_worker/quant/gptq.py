@@ -13,7 +13,6 @@ Who wrote a checkpoint stands in its configuration. Must not know: layers. Entry
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Self
 
 import torch
@@ -29,6 +28,7 @@ from octavo_worker.quant.stored import (
     Region,
     StoredForm,
     fill_words,
+    groups_form,
     num_groups,
     ordered_groups,
     ordered_region,
@@ -40,7 +40,7 @@ from octavo_worker.slots import BadValuesError
 
 _BITS = (4, 8)
 _GROUP_SIZES = (32, 64, 128, -1)
-_INDICES = frozenset({torch.int32, torch.int64})
+_CHECKPOINT_FORMATS = ("gptq", "gptq_v2")
 _WORDS = frozenset({torch.int32})
 
 
@@ -66,15 +66,15 @@ class Gptq:
     @classmethod
     def from_fields(cls, fields: FieldReader) -> Self:
         """Raises ConfigurationError naming the field."""
-        fields.refuse("is_marlin_format", "lm_head", "modules_to_not_convert", "adapter")
-        checkpoint_format = fields.word("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        fields.refuse("is_marlin_format", "lm_head", "modules_to_not_convert")
+        fields.refuse("adapter", "activation", "rotation")
         fields.word("pack_dtype", ("int32",), "int32")
         return cls(
             bits=fields.number("bits", _BITS),
             group_size=fields.number("group_size", _GROUP_SIZES),
             symmetric=fields.flag("sym", default=True),
             act_order=fields.flag("desc_act", default=False),
-            zeros=_zeros(fields, checkpoint_format),
+            zeros=_zeros(fields),
             rules=ModuleRules(_skipped(fields), _only(fields)),
         )
 
@@ -100,7 +100,7 @@ class Gptq:
             StoredForm("qweight", packed, torch.int32, fill_words, _WORDS),
             self._zeros_form((groups, Along(Axis.OUTPUTS, per_word))),
             scales_form("scales", (groups, outputs), self.bits),
-            self._groups_form(size),
+            groups_form("g_idx", size, self.group_size, act_order=self.act_order),
         )
 
     def unpack(self, raw: Mapping[str, Tensor], region: Region) -> Codes:
@@ -139,19 +139,6 @@ class Gptq:
 
         return StoredForm("qzeros", axes, torch.int32, fill, _WORDS, check)
 
-    def _groups_form(self, size: LayerSize) -> StoredForm:
-        width = size.inputs if self.group_size == -1 else self.group_size
-        ordered = torch.arange(size.inputs) // width
-        axes = (Along(Axis.INPUTS),)
-        check = partial(_check_groups, ordered=ordered, act_order=self.act_order)
-
-        def fill(target: Tensor, _generator: torch.Generator, _std: float) -> None:
-            # One order for all layers of a width, as layers with the same input have.
-            order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
-            target.copy_((ordered[order] if self.act_order else ordered)[: len(target)])
-
-        return StoredForm("g_idx", axes, torch.int32, fill, _INDICES, check)
-
     def _unpack_zeros(self, words: Tensor) -> Tensor:
         """uint8 [G, N]."""
         if self.zeros is Zeros.WORDS_MINUS_ONE:
@@ -161,23 +148,17 @@ class Gptq:
         return stored if self.zeros is Zeros.PLAIN else (stored + 1) & ((1 << self.bits) - 1)
 
 
-def _check_groups(stored: Tensor, *, ordered: Tensor, act_order: bool) -> None:
-    """g_idx [K]: with act-order every group as often as without, else exactly in order."""
-    if torch.equal(stored.long(), ordered):
-        return
-    if not act_order:
-        raise BadValuesError(
-            "assigns inputs to groups out of order, though the configuration says desc_act=false"
-        )
-    last = int(ordered[-1])
-    if int(stored.min()) < 0 or int(stored.max()) > last:
-        raise BadValuesError(
-            f"holds groups from {int(stored.min())} to {int(stored.max())}; there are 0 to {last}"
-        )
+def _format(fields: FieldReader) -> str:
+    """GPTQModel says it twice, others once or, when there was one only, never."""
+    named = [name for name in ("checkpoint_format", "format") if fields.get(name) is not None]
+    formats = {fields.word(name, _CHECKPOINT_FORMATS, "") for name in named}
+    if len(formats) > 1:
+        raise fields.error("format", f"contradicts {named[0]}={fields.get(named[0])!r}")
+    return formats.pop() if formats else "gptq"
 
 
-def _zeros(fields: FieldReader, checkpoint_format: str) -> Zeros:
-    if checkpoint_format == "gptq_v2":
+def _zeros(fields: FieldReader) -> Zeros:
+    if _format(fields) == "gptq_v2":
         return Zeros.PLAIN
     quantizer = fields.inner("meta").get("quantizer")
     writers = quantizer if isinstance(quantizer, list) else [quantizer]

@@ -16,6 +16,8 @@ from torch import Tensor
 from octavo_worker.quant.codes import Codes
 from octavo_worker.slots import FLOATS, BadValuesError
 
+_INDICES = frozenset({torch.int32, torch.int64})
+
 Fill = Callable[[Tensor, torch.Generator, float], None]
 
 
@@ -190,6 +192,34 @@ def scales_form(suffix: str, axes: tuple[Along | int, ...], bits: int) -> Stored
 def fill_words(target: Tensor, generator: torch.Generator, _std: float) -> None:
     """A fill for int32 words of codes: all bits random."""
     target.random_(-(1 << 31), 1 << 31, generator=generator)
+
+
+def groups_form(suffix: str, size: LayerSize, group_size: int, *, act_order: bool) -> StoredForm:
+    """The group of every input: in order, or with `act_order` in any order."""
+    width = size.inputs if group_size == -1 else group_size
+    ordered = torch.arange(size.inputs) // width
+
+    def check(stored: Tensor) -> None:
+        if torch.equal(stored.long(), ordered):
+            return
+        if not act_order:
+            raise BadValuesError(
+                "puts inputs into groups out of order, though the configuration says desc_act=false"
+            )
+        lowest, highest = int(stored.min()), int(stored.max())
+        if lowest < 0 or highest >= size.groups:
+            raise BadValuesError(
+                f"holds groups from {lowest} to {highest}; there are 0 to {size.groups - 1}"
+            )
+        if not torch.equal(stored.long().sort().values, ordered):
+            raise BadValuesError(f"doesn't put {width} inputs into each group")
+
+    def fill(target: Tensor, _generator: torch.Generator, _std: float) -> None:
+        # One order for all layers of a width, as layers with the same input have.
+        order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
+        target.copy_((ordered[order] if act_order else ordered)[: len(target)])
+
+    return StoredForm(suffix, (Along(Axis.INPUTS),), torch.int32, fill, _INDICES, check)
 
 
 def repeated(value: int, bits: int) -> int:

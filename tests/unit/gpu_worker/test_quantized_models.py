@@ -22,7 +22,7 @@ from octavo_worker.weights import SINGLE_NAME
 from tests.tiny_models import TINY_VOCAB_SIZE
 from tests.unit.gpu_worker.checkpoint_files import edit
 from tests.unit.gpu_worker.dense_backend import PagedRun
-from tests.unit.gpu_worker.quantized_checkpoints import Recipe, Saved, save_quantized
+from tests.unit.gpu_worker.quantized_checkpoints import Recipe, Saved, edit_config, save_quantized
 
 TOLERANCE = 1e-3  # of the logits' norm; far less is seen
 
@@ -241,6 +241,20 @@ def test_old_folders_say_it_in_a_file_of_their_own(base_name: str, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "quantize_config.json").write_text(json.dumps(old))
     (tmp_path / SINGLE_NAME).rename(tmp_path / f"{base_name}.safetensors")
+    assert_equals_twin(saved, load_model(tmp_path))
+
+
+def test_the_format_may_stand_in_one_of_two_fields(tmp_path: Path) -> None:
+    saved = save_quantized(tmp_path, gptq(v2=True))
+    edit_config(tmp_path, checkpoint_format=None, format="gptq_v2")
+    assert_equals_twin(saved, load_model(tmp_path))
+
+
+def test_the_writer_may_stand_in_the_other_file(tmp_path: Path) -> None:
+    saved = save_quantized(tmp_path, gptq(writer="gptqmodel"))
+    edit_config(tmp_path, meta=None)
+    old = {"bits": 4, "group_size": 32, "meta": {"quantizer": "gptqmodel:1.0.9"}}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(old))
     assert_equals_twin(saved, load_model(tmp_path))
 
 
