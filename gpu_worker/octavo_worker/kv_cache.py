@@ -75,6 +75,11 @@ def parse_bytes(text: str, name: str) -> int:
     return int(float(match[1]) * factor)
 
 
+def kv_bytes_per_token(shape: KVShape) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+
+
 def size_kv_cache(
     shape: KVShape, settings: WorkerSettings, device: torch.device, max_num_batched_tokens: int
 ) -> KVCacheSize:
@@ -83,7 +88,7 @@ def size_kv_cache(
     Never more than all rows could fill at their longest. Raises ConfigurationError if not
     even one block fits.
     """
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    per_token = kv_bytes_per_token(shape)
     per_block = per_token * settings.block_size
     _logger.info(
         "KV cache: 2 x %d layers x %d kv heads x %d dims, %s: %s a token, %s a block of %d",
@@ -161,7 +166,7 @@ def _budget(
         )
         return budget
     free, total = torch.cuda.mem_get_info(device)
-    scratch = _scratch_bytes(shape, settings.max_num_seqs, max_num_batched_tokens)
+    scratch = scratch_bytes(shape, settings.max_num_seqs, max_num_batched_tokens)
     usable = int(total * settings.memory_utilization)
     budget = usable - (total - free) - scratch
     _logger.info("KV cache: card has %s, %s of it used", _human(total), _human(total - free))
@@ -171,7 +176,7 @@ def _budget(
     return max(budget, 0)
 
 
-def _scratch_bytes(shape: KVShape, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+def scratch_bytes(shape: KVShape, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """A generous bound of what a step needs beside weights and cache."""
     widest = 8 * shape.hidden_size + 3 * shape.intermediate_size
     activations = max_num_batched_tokens * widest * shape.dtype.itemsize

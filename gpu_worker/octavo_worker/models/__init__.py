@@ -48,7 +48,17 @@ _LOG = logging.getLogger(__name__)
 # On a card, reading a file and copying to the card overlap, and each takes more than one core.
 _LOAD_THREADS = {"cpu": 1, "cuda": 8}
 
-__all__ = ["FAMILIES", "Family", "Model", "ModelConfig", "load_any_model", "load_model"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Model",
+    "ModelConfig",
+    "find_family",
+    "load_any_model",
+    "load_model",
+    "meta_model",
+    "read_config",
+]
 
 
 def load_any_model(
@@ -132,7 +142,7 @@ def load_model(
     stored = stored_dtype(read_fields(folder))
     if load_format == "random":
         chosen = choose_dtype(dtype, stored, device)
-        config = _read_config(folder, chosen, max_model_len, quantization)
+        config = read_config(folder, chosen, max_model_len, quantization)
         model = _make_model(config, device, config.tie_word_embeddings, exchange, None)
         fill_random(model.slots(), seed=seed, std=config.initializer_range)
         _finish(model)
@@ -142,7 +152,7 @@ def load_model(
     base_name = (read_gptq_fields(folder) or {}).get("model_file_base_name")
     with Checkpoint(folder, base_name=base_name) as checkpoint:
         chosen = choose_dtype(dtype, stored or checkpoint.dtype(), device)
-        config = _read_config(folder, chosen, max_model_len, quantization)
+        config = read_config(folder, chosen, max_model_len, quantization)
         layout = config.layout
         embed_name, head_name = layout.name_of(EMBED_NAME), layout.name_of(HEAD_NAME)
         config = with_stored_experts(config, checkpoint.tensors)
@@ -175,9 +185,10 @@ def _finish(model: Model) -> None:
         torch.cuda.empty_cache()
 
 
-def _read_config(
+def read_config(
     folder: Path, dtype: torch.dtype, max_model_len: int, quantization: str
 ) -> ModelConfig:
+    """The configuration that `load_model` would load by; arguments and errors are its own."""
     config = ModelConfig.from_folder(folder, dtype=dtype, max_model_len=max_model_len)
     if quantization != "fp8" or isinstance(config.quantization, Fp8Format):
         return config
@@ -210,6 +221,19 @@ def _make_model(
     from octavo_worker.parallel.sharded import make_share
 
     return make_share(config, device, exchange, tied=tied, make=make)
+
+
+def meta_model(config: ModelConfig, *, is_packed: bool) -> Model:
+    """A model without values, on the meta device; `is_packed`: quantised layers as they're kept,
+    4-bit codes in the slots; else as if there were no quantisation."""
+    meta = torch.device("meta")
+    make: CuttingMaker = DenseMaker(config.dtype, meta)
+    quantization = config.quantization if is_packed else None
+    if isinstance(quantization, Fp8Format):
+        make = Fp8Maker(config, quantization, meta, None)
+    elif quantization is not None:
+        make = QuantMaker(config, quantization, meta, None, None)
+    return Model(config, meta, tied=config.tie_word_embeddings, make=make)
 
 
 def _kernels_for(device: torch.device) -> W4Kernels | None:

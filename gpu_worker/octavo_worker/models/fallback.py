@@ -133,6 +133,7 @@ class FallbackModel:
     ) -> None:
         AttentionInterface.register(PAGED, _attend)
         self.config = config
+        self.device = model.device
         self.is_capturable = is_capturable
         self.layers = probed.layers
         self._step = _Step()

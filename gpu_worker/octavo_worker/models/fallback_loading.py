@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -54,7 +54,7 @@ def load_fallback(
             model_class.__name__,
             transformers.__version__,
         )
-        probed = _probe_shapes(model_class, config, max_model_len)
+        probed, _ = _probe_shapes(model_class, config, max_model_len)
         if load_format == "random":
             chosen = choose_dtype(dtype, stored, device)
             model = _draw(model_class, config, chosen, device, seed)
@@ -69,25 +69,55 @@ def load_fallback(
         _check_kernels(model_class, probed)
     if progress is not None:
         progress(1.0)
-    text = config.get_text_config()
+    shape = _config(folder, model, probed, max_model_len, chosen)
+    return FallbackModel(model, probed, shape, is_capturable=is_capturable)
+
+
+class FallbackShape(NamedTuple):
+    """A model without values, on the meta device; `model` is of bfloat16, `config` as asked."""
+
+    config: FallbackConfig
+    model: PreTrainedModel
+
+
+def fallback_shape(
+    folder: Path, *, dtype: str | torch.dtype, device: torch.device, max_model_len: int
+) -> FallbackShape:
+    """What `load_fallback` would load to `device`, from config.json alone."""
+    fields = read_json(folder / "config.json")
+    with _quiet():
+        config = _read_config(folder, fields)
+        model_class = _model_class(folder, config)
+        max_model_len = _max_model_len(config, max_model_len)
+        probed, model = _probe_shapes(model_class, config, max_model_len)
+    if probed is None or model is None:
+        raise ConfigurationError(
+            f"{model_class.__name__}: its shape can't be told without its weights: the code in "
+            "transformers needs values"
+        )
+    if device.type == "cuda":
+        _check_kernels(model_class, probed)
+    chosen = choose_dtype(dtype, stored_dtype(fields), device)
+    return FallbackShape(_config(folder, model, probed, max_model_len, chosen), model)
+
+
+def _config(
+    folder: Path, model: PreTrainedModel, probed: Probed, max_model_len: int, dtype: torch.dtype
+) -> FallbackConfig:
+    text = model.config.get_text_config()
     first = probed.layers[0]
-    return FallbackModel(
-        model,
-        probed,
-        FallbackConfig(
-            architecture=model_class.__name__,
-            vocab_size=probed.vocab_size,
-            hidden_size=text.hidden_size,
-            intermediate_size=_widest(model),
-            num_layers=len(probed.layers),
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids(folder, {"eos_token_id": text.eos_token_id}),
-            dtype=chosen,
-        ),
-        is_capturable=is_capturable,
+    return FallbackConfig(
+        architecture=type(model).__name__,
+        vocab_size=probed.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=_widest(model),
+        num_layers=len(probed.layers),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids(folder, {"eos_token_id": text.eos_token_id}),
+        dtype=dtype,
     )
 
 
@@ -162,20 +192,20 @@ def _max_model_len(config: PretrainedConfig, requested: int) -> int:
 
 def _probe_shapes(
     model_class: type[PreTrainedModel], config: PretrainedConfig, max_model_len: int
-) -> Probed | None:
-    """What the model asks for, without any values; None if its code needs some.
+) -> tuple[Probed | None, PreTrainedModel | None]:
+    """What the model asks for, and the model without any values; None if its code needs some.
 
     In bfloat16: grouped products of experts exist in no other dtype without values.
     """
     try:
         with torch.device("meta"):
             model = _instantiate(model_class, config, torch.bfloat16)
-        return probe(model, max_model_len)
+        return probe(model, max_model_len), model
     except ConfigurationError:
         raise
     except Exception as error:  # whatever a model's code may raise without values
         _LOG.info("%s needs values to run: %s", model_class.__name__, error)
-        return None
+        return None, None
 
 
 def _probe_values(model: PreTrainedModel, max_model_len: int) -> Probed:

@@ -27,6 +27,7 @@ COMMANDS = {
     "bench ablation": Command("octavo.cli.ablation", "serve", "what each idea is worth"),
     "bench kernels": Command("octavo.cli.bench_kernels", "serve", "each kernel against the card"),
     "bench serve": Command("octavo.cli.bench_serve", "client", "measure and compare servers"),
+    "plan": Command("octavo.cli.plan", "worker", "what fits on a card, and settings for it"),
     "health": Command("octavo.cli.health", "client", "ask a service whether it is ready"),
     "fetch": Command("octavo.cli.fetch", "router", "get a model before services start"),
     "router": Command("octavo_router.__main__", "router", "run a router (HTTP and gRPC)"),
