@@ -111,7 +111,12 @@ def test_gated_mul(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [*ATTENTION, _CHATGLM | {"rotated": 0.5}, _PHI4_MINI | {"rotated": 0.75}],
+    [
+        *ATTENTION,
+        _CHATGLM | {"rotated": 0.5},
+        _PHI4_MINI | {"rotated": 0.75},
+        _CHATGLM | {"rotated": 2 / 128},
+    ],
     ids=case_id,
 )
 def test_rope_and_cache(case: dict) -> None:

@@ -36,6 +36,13 @@ def test_rope_and_cache(case: dict[str, Any]) -> None:
     checks.check_rope_and_cache(case, "cpu")
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 192])
+def test_rope_of_one_pair(head_dim: int) -> None:
+    """As models use it that bring queries and keys rotated: the smallest table there is."""
+    case = {"head_dim": head_dim, "group_size": 3, "num_kv_heads": 2, "block_size": 16}
+    checks.check_rope_and_cache(case | {"rotated": 2 / head_dim, "dtype": torch.float32}, "cpu")
+
+
 def test_offsets_beyond_32_bits() -> None:
     checks.check_far_rows("cpu")
 
