@@ -11,6 +11,7 @@ heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.linear import DenseMaker, LinearMaker, Split, Weights
 from octavo_worker.models.mlp import GatedMlp, Mlp
-from octavo_worker.models.moe import SparseMlp
+from octavo_worker.models.moe import Experts, ExpertsMaker, SparseMlp
 from octavo_worker.models.rope import cos_sin_table, identity_table
 from octavo_worker.slots import Slot, ones
 
@@ -40,11 +41,11 @@ class Layer:
         config: ModelConfig,
         index: int,
         make: LinearMaker,
-        empty: Callable[..., Tensor],
+        make_experts: ExpertsMaker,
         make_norm: Callable[[int], Tensor],
         cos_sin: Tensor,
     ) -> None:
-        """`empty`: makes a tensor of a shape; `cos_sin`: float32 [P, 2, R/2], shared by layers."""
+        """`cos_sin`: float32 [P, 2, R/2], shared by layers."""
         hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
         prefix = f"model.layers.{index}"
         self.prefix = prefix
@@ -58,7 +59,7 @@ class Layer:
         self.o = make(attention, parts, q_size, bias=config.o_bias, split=Split.ROWS)
         self.mlp: Mlp
         if config.moe is not None and config.sparse_layers[index]:
-            self.mlp = SparseMlp(config, config.moe, make, empty, prefix)
+            self.mlp = SparseMlp(config, config.moe, make, make_experts, prefix)
         else:
             self.mlp = GatedMlp(config, make, f"{prefix}.mlp", config.intermediate_size)
         self.input_norm = make_norm(hidden)
@@ -127,15 +128,18 @@ class Model:
         make: LinearMaker | None = None,
         own_config: ModelConfig | None = None,
         vocab: VocabParts | None = None,
+        make_experts: ExpertsMaker | None = None,
     ) -> None:
         """`make`: what linear layers are made of; None = plain matrices of the config's dtype.
 
-        `own_config` and `vocab`: what one of several ranks holds of all this; None = everything.
+        `own_config`, `vocab` and `make_experts`: what one of several ranks holds of all this;
+        None = everything.
         """
         self.config = own_config or config
         self.device = device
         self._vocab = vocab
         make = make or DenseMaker(config.dtype, device)
+        make_experts = make_experts or partial(Experts, empty=self._empty)
         tables = {
             rope: (
                 identity_table(config.rope, config.max_model_len)
@@ -147,7 +151,7 @@ class Model:
         num_ids = vocab.num_rows if vocab is not None else config.vocab_size
         self.embed_tokens = self._empty(num_ids, config.hidden_size)
         self.layers = [
-            Layer(config, index, make, self._empty, self._norm, tables[rope])
+            Layer(config, index, make, make_experts, self._norm, tables[rope])
             for index, rope in enumerate(config.ropes)
         ]
         self.final_norm = self._norm(config.hidden_size)

@@ -8,16 +8,21 @@ T tokens, E entries, V vocabulary, Hid hidden size, N ranks.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.backends.base import Backend
 from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.decoder import Model
 from octavo_worker.models.linear import CuttingMaker, Linear, Split
+from octavo_worker.models.moe import Experts
+from octavo_worker.models.moe_config import MoeConfig
 from octavo_worker.parallel.shares import Share
 from octavo_worker.slots import Slot
 
@@ -52,7 +57,16 @@ def make_share(
     own_config = exchange.share.of_config(config)
     sharded = ShardedMaker(make, exchange, config.head_dim)
     vocab = ShardedVocab(exchange, config.vocab_size)
-    return Model(config, device, tied=tied, make=sharded, own_config=own_config, vocab=vocab)
+    empty = partial(torch.empty, dtype=config.dtype, device=device)
+    return Model(
+        config,
+        device,
+        tied=tied,
+        make=sharded,
+        own_config=own_config,
+        vocab=vocab,
+        make_experts=partial(PartialExperts, exchange=exchange, empty=empty),
+    )
 
 
 class ShardedMaker:
@@ -112,6 +126,31 @@ class PartialSums:
 
 def _no_values(target: Tensor, _generator: torch.Generator, _std: float) -> None:
     target.zero_()
+
+
+class PartialExperts(Experts):
+    """A part of every expert's width: sums are partial, until all ranks have added theirs.
+
+    The router is whole on each rank, and sees the same bits: all choose the same experts.
+    """
+
+    def __init__(
+        self,
+        moe: MoeConfig,
+        hidden_size: int,
+        module: str,
+        *,
+        exchange: Exchange,
+        empty: Callable[..., Tensor],
+    ) -> None:
+        part = exchange.share.of_values(moe.expert_size)
+        super().__init__(moe, hidden_size, module, empty, part)
+        self._exchange = exchange
+
+    def __call__(
+        self, hidden: Tensor, scores: Tensor, inputs: StepInputs, backend: Backend
+    ) -> Tensor:
+        return self._exchange.all_reduce(super().__call__(hidden, scores, inputs, backend))
 
 
 class ShardedVocab:

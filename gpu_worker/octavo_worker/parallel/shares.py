@@ -29,6 +29,9 @@ class Share:
         num_kv_heads = config.num_kv_heads
         if self.size % num_kv_heads:
             self._require("num_key_value_heads", num_kv_heads)
+        if config.moe is not None:
+            self._require("moe_intermediate_size", config.moe.expert_size)
+            self._require("shared_expert_intermediate_size", config.moe.shared_size)
         return dataclasses.replace(
             config,
             num_heads=config.num_heads // self.size,

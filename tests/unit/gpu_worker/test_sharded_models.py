@@ -6,6 +6,7 @@ over gloo: `test_tensor_parallel`.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 from octavo.errors import ConfigurationError
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.models import load_model
+from octavo_worker.models.moe import Experts
+from octavo_worker.models.moe_config import QWEN_NAMES, MoeConfig
 from octavo_worker.models.quant_linear import QuantLinear
 from octavo_worker.parallel.shares import Share
 from octavo_worker.plan import Chunk, Plan, RowAdd, Sampling, StepOutcome
@@ -58,6 +61,11 @@ CASES: dict[str, Callable[[Path], PreTrainedModel]] = {
     "mistral one kv head": tiny("mistral", num_key_value_heads=1),
     "qwen2": tiny("qwen2"),
     "qwen3": tiny("qwen3"),
+    "mixtral": tiny("mixtral"),
+    "qwen2-moe with a shared expert": tiny("qwen2_moe"),
+    "qwen3-moe": tiny("qwen3_moe"),
+    "gemma2 windows and soft caps": tiny("gemma2"),
+    "gemma3": tiny("gemma3_text"),
     "phi3 fused": tiny("phi3"),
     "glm4": tiny("glm4"),
     "gemma2": tiny("gemma2"),
@@ -91,8 +99,9 @@ def test_ranks_compute_what_transformers_does(name: str, size: int, tmp_path: Pa
         run.step(chunks=[(first, 33)])
         run.step(chunks=[(second, 21)])
         greedy(run, [first, second], 4)
-        # The embedding; attention and MLP of every layer.
-        assert exchange.num_reduced == 6 * (1 + 2 * model.config.num_layers)
+        # The embedding; attention, MLP and the expert for all tokens of every layer.
+        has_shared = model.config.moe is not None and model.config.moe.shared_size > 0
+        assert exchange.num_reduced == 6 * (1 + (2 + has_shared) * model.config.num_layers)
         ids = [*first.token_ids, *second.token_ids]
         return ids, torch.stack([*first.logits.values(), *second.logits.values()])
 
@@ -212,6 +221,28 @@ def test_quantised_layers_lie_in_parts_too(tmp_path: Path) -> None:
     assert first - norms == (load_model(tmp_path).num_bytes() - norms) // 2
 
 
+def test_experts_are_cut_alike_however_they_are_stored() -> None:
+    moe = MoeConfig(3, 2, 8, 0, True, (True,), QWEN_NAMES)
+    part, hidden = range(4, 8), 5
+    in_one = {"gate_up_proj": torch.rand(3, 16, hidden), "down_proj": torch.rand(3, hidden, 8)}
+    one_by_one: dict[str, torch.Tensor] = {}
+    for expert in range(3):
+        gate, up = in_one["gate_up_proj"][expert].chunk(2)
+        down = in_one["down_proj"][expert]
+        for name, weight in (("gate", gate), ("up", up), ("down", down)):
+            one_by_one[f"{expert}.{name}_proj.weight"] = weight
+    made: list[Experts] = []
+    for names, stored in ((QWEN_NAMES, one_by_one), (None, in_one)):
+        experts = Experts(replace(moe, names=names), hidden, "experts", torch.empty, part)
+        for name, slot in experts.slots():
+            assert slot.shape == stored[name.removeprefix("experts.")].shape
+            slot.load(stored[name.removeprefix("experts.")])
+        made.append(experts)
+    assert torch.equal(made[0].gate_up, made[1].gate_up)
+    assert torch.equal(made[0].down, made[1].down)
+    assert torch.equal(made[0].gate_up[:, :4], in_one["gate_up_proj"][:, 4:8])
+
+
 def test_random_weights_are_drawn_for_every_part(tmp_path: Path) -> None:
     tiny_config(**GQA, mlp_bias=True).save_pretrained(tmp_path)
 
@@ -231,10 +262,15 @@ def test_random_weights_are_drawn_for_every_part(tmp_path: Path) -> None:
         (4, {}, "num_attention_heads=6"),
         (5, {"num_attention_heads": 10, "hidden_size": 160}, "num_key_value_heads=2"),
         (3, {"num_key_value_heads": 3}, "intermediate_size=160"),
+        (
+            3,
+            {"family": "qwen3_moe", "intermediate_size": 162, "num_key_value_heads": 3},
+            "moe_intermediate_size=40",
+        ),
     ],
 )
 def test_what_cant_be_shared_out_is_named(
-    size: int, overrides: dict[str, int], field: str, tmp_path: Path
+    size: int, overrides: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
     folder = save_tiny_model(tmp_path, **overrides)
     exchange = run_ranks(size, lambda exchange: exchange)[0]
