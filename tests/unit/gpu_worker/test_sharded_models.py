@@ -64,8 +64,6 @@ CASES: dict[str, Callable[[Path], PreTrainedModel]] = {
     "mixtral": tiny("mixtral"),
     "qwen2-moe with a shared expert": tiny("qwen2_moe"),
     "qwen3-moe": tiny("qwen3_moe"),
-    "gemma2 windows and soft caps": tiny("gemma2"),
-    "gemma3": tiny("gemma3_text"),
     "phi3 fused": tiny("phi3"),
     "glm4": tiny("glm4"),
     "gemma2": tiny("gemma2"),
