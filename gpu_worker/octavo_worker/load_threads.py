@@ -21,6 +21,8 @@ def in_threads(
         yield from map(function, items)
         return
     card = torch.cuda.current_device() if torch.cuda.is_available() else None
+    # The threads' streams start after what this one launched, and it goes on after theirs.
+    _synchronize(card)
     threads = ThreadPoolExecutor(num_threads, "load", initializer=_enter, initargs=(card,))
     try:
         futures = [threads.submit(function, item) for item in items]
@@ -28,6 +30,12 @@ def in_threads(
             yield future.result()
     finally:
         threads.shutdown(cancel_futures=True)
+        _synchronize(card)
+
+
+def _synchronize(card: int | None) -> None:
+    if card is not None:
+        torch.cuda.synchronize(card)
 
 
 def _enter(card: int | None) -> None:

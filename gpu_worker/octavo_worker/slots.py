@@ -5,7 +5,7 @@ that keeps weights in another form than checkpoints do (a shard of them, packed 
 so in its slots. Must not know: files, layers. Entry points: `Place`, `Slot`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+# Staged at once by a thread: torch keeps what it once pinned.
+_PINNED_BYTES = 64 << 20
 
 
 class Place(Protocol):
@@ -62,11 +64,13 @@ class Slot:
     def load(self, stored: Tensor) -> None:
         """Copy a stored tensor's values to their place."""
         values = stored if self.take is None else self.take(stored)
-        if self.target.is_cuda:
+        if values.is_cpu and self.target.is_cuda:
             # Through pinned memory: this thread reads the file while others' copies run, where
             # the driver would copy pages of the mapping one by one.
-            values = values.to(self.target.dtype).pin_memory()
-        self.target.copy_(values)
+            for target, piece in in_pieces(self.target, values, _PINNED_BYTES):
+                target.copy_(piece.to(target.dtype).pin_memory())
+        else:
+            self.target.copy_(values)
 
     def draw(self, generator: torch.Generator, std: float) -> None:
         """Random values."""
@@ -103,6 +107,15 @@ class FusedSlot:
             size = part.shape[part.out_axis]
             part.load(stored.narrow(part.out_axis, start, size))
             start += size
+
+
+def in_pieces(target: Tensor, values: Tensor, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of rows of both, of about `num_bytes` of the target (a row at least)."""
+    if target.ndim == 0 or target.nbytes <= num_bytes:
+        yield target, values
+        return
+    rows = max(1, num_bytes * len(target) // target.nbytes)
+    yield from zip(target.split(rows), values.split(rows), strict=True)
 
 
 def ones(target: Tensor, _generator: torch.Generator, _std: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from octavo.errors import ConfigurationError
 from octavo_worker.load_threads import in_threads
 from octavo_worker.models import load_model
-from octavo_worker.slots import BadValuesError, Slot
+from octavo_worker.slots import BadValuesError, Slot, in_pieces
 from octavo_worker.weights import Checkpoint, load_weights
 from tests.tiny_models import save_tiny_model
 from tests.unit.gpu_worker.checkpoint_files import Q_NAME
@@ -65,6 +65,19 @@ def test_a_shard_cut_short_is_refused_before_threads_start(sharded: Path, tmp_pa
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ConfigurationError, match="cut short"):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 40, 79, 80, 81, 10_000])
+@pytest.mark.parametrize("shape", [(7, 20), (1, 20), (30,), (0, 4), ()])
+def test_pieces_make_up_the_whole(shape: tuple[int, ...], num_bytes: int) -> None:
+    target, values = torch.full(shape, torch.nan), torch.randn(shape)
+    sizes: list[int] = []
+    for place, piece in in_pieces(target, values, num_bytes):
+        place.copy_(piece)
+        sizes.append(place.nbytes)
+    assert torch.equal(target, values)
+    row_bytes = target[0].nbytes if target.ndim and len(target) else 4
+    assert all(size <= max(num_bytes, row_bytes) for size in sizes)
 
 
 def test_one_thread_is_the_callers_and_keeps_the_order() -> None:
