@@ -197,6 +197,12 @@ def read_config(
             f"OCTAVO_QUANTIZATION=fp8: the checkpoint is quantised already: {config.quantization}",
             param="quantization",
         )
+    if config.moe is not None:
+        raise ConfigurationError(
+            f"OCTAVO_QUANTIZATION=fp8: the experts of {config.architecture} are computed as they "
+            "are stored; leave it at auto",
+            param="quantization",
+        )
     return replace(config, quantization=Fp8Format())
 
 

@@ -222,7 +222,9 @@ class ModelConfig:
         return Heads(self.q_size, self.kv_size, self.head_dim, self.rope.rotary_dim)
 
 
-def _moe(fields: Fields, family: Family, quantization: Quantization | None) -> MoeConfig | None:
+def _moe(
+    fields: Fields, family: Family, quantization: Quantization | Fp8Format | None
+) -> MoeConfig | None:
     if family.experts is None:
         return None
     if quantization is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.errors import ConfigurationError
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.models import load_model
 from octavo_worker.models.moe import SparseMlp
@@ -57,6 +58,12 @@ def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
     name = GATE_NAMES["qwen3_moe"].replace(".5.", ".8.")
     edit(folder / "model.safetensors", lambda tensors: tensors.update({name: torch.zeros(40, 96)}))
     assert_refused(folder, name, "no place")
+
+
+def test_experts_are_not_rounded_to_8_bits(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "mixtral")
+    with pytest.raises(ConfigurationError, match=r"QUANTIZATION=fp8.*experts of Mixtral"):
+        load_model(folder, quantization="fp8")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
