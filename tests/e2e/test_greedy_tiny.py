@@ -10,7 +10,7 @@ from tests.e2e.generation import request, run_all
 from tests.e2e.greedy import assert_greedy
 from tests.e2e.prompts import lengths, prompt_ids
 from tests.e2e.stack import Stack, total
-from tests.tiny_models import TINY_EOS_TOKEN_IDS
+from tests.tiny_models import TINY_EOS_TOKEN_IDS, save_tiny_model
 
 MAX_TOKENS = 24
 NUM_PROMPTS = 60
@@ -67,6 +67,27 @@ def test_greedy_equals_transformers(
             assert len(steps) == 2
             assert all(steps)
         stack.wait_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_windows_shorter_than_most_prompts(
+    family: str, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    """In chunks across a window's border, and from a cached prefix that has left the window."""
+    model = tmp_path / "model"
+    save_tiny_model(model, family, sliding_window=40)
+    prompts = prompts[:20]
+    messages = [request(ids, max_tokens=MAX_TOKENS) for ids in prompts]
+    flags = ("--max-num-batched-tokens", "64")
+    with Stack(tmp_path, model=model, worker_flags=flags) as stack:
+        cold = run_all(stack.grpc_address, messages)
+        assert_greedy(model, prompts, cold, MAX_TOKENS, TINY_EOS_TOKEN_IDS)
+        warm = run_all(stack.grpc_address, messages)
+        assert_greedy(model, prompts, warm, MAX_TOKENS, TINY_EOS_TOKEN_IDS)
+        assert [answer.cached_tokens for answer in warm] == [
+            (len(p) - 1) // 16 * 16 for p in prompts
+        ]
 
 
 def test_seeded_text_is_the_same_alone_in_a_crowd_and_after_preemption(
