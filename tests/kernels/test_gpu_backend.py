@@ -74,6 +74,11 @@ def _run(backend: CpuBackend | CudaBackend, device: str) -> dict[str, torch.Tens
     results = {"norm": backend.rms_norm(x, weight, 1e-5), "silu": backend.silu_mul(x)}
     results["gelu"] = backend.gelu_mul(x)
     results["sum_norm"], results["sum"] = backend.add_rms_norm(x, x, weight, 1e-5)
+    gate_up = normal(6, 2 * 40, 576, dtype=torch.float32, device=device, seed=37) * 0.05
+    down = normal(6, 576, 40, dtype=torch.float32, device=device, seed=38) * 0.1
+    options = {"top_k": 2, "renormalise": True}
+    experts = (x, x[:, :6], gate_up, down, inputs.slot_mapping)
+    results["experts"] = backend.experts(*experts, **options)
     q, k = backend.rope_and_cache(q, k, v, cos_sin, inputs.positions, inputs.slot_mapping, *caches)
     results |= {"q": q, "k": k}
     first = inputs.num_prefill_tokens
