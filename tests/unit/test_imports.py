@@ -26,12 +26,6 @@ PACKAGES = {
     "scheduler_svc/octavo_scheduler": {"octavo_router", "octavo_worker"} | TENSORS | TEXT | HTTP,
     "gpu_worker/octavo_worker": {"octavo_router", "octavo_scheduler"} | HTTP,
 }
-# Imported for a model that needs them, and not before: transformers takes seconds and brings an
-# HTTP client.
-FALLBACK = {
-    f"octavo_worker.models.{name}"
-    for name in ("fallback", "fallback_loading", "transformers_probe")
-}
 
 # Loaded only for models that run in transformers' code, which loads the hub's HTTP client.
 IN_TRANSFORMERS = {"fallback.py", "fallback_loading.py", "transformers_probe.py"}
@@ -59,7 +53,7 @@ def _loaded_by(*names: str) -> set[str]:
 
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_a_service_loads_nothing_of_another(folder: str) -> None:
-    names = [name for name in _modules_of(REPOSITORY / folder) if name not in FALLBACK]
+    names = _modules_of(REPOSITORY / folder)
     assert len(names) > 5
     # `python -m` runs __main__; importing it must be harmless too.
     assert any(name.endswith(".__main__") for name in names)
@@ -67,17 +61,10 @@ def test_a_service_loads_nothing_of_another(folder: str) -> None:
 
 
 def test_the_workers_cpu_path_never_loads_triton() -> None:
-    loaded = _loaded_by("octavo_worker.__main__", "octavo_worker.backends.cpu")
-    assert loaded & {"triton", "octavo_kernels", "transformers"} == set()
-
-
-def test_native_models_never_load_transformers() -> None:
-    modules = set(_modules_of(REPOSITORY / "gpu_worker" / "octavo_worker"))
-    assert FALLBACK & modules == FALLBACK
     loaded = _loaded_by(
-        "octavo_worker.__main__", "octavo_worker.loading", "octavo_worker.footprint"
+        "octavo_worker.__main__", "octavo_worker.footprint", "octavo_worker.backends.cpu"
     )
-    assert loaded & {"transformers", "httpx"} == set()
+    assert loaded & {"triton", "octavo_kernels", "transformers"} == set()
 
 
 def test_kernels_know_only_torch_and_triton() -> None:
