@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigurationError
 from octavo_worker.load_threads import in_threads
-from octavo_worker.models.config import read_json
+from octavo_worker.models.folder import read_json
 from octavo_worker.slots import FLOATS, BadValuesError, Place, Slot
 
 _LOG = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Models: from a folder to a decoder on a device. Entry points: `load_any_model`, `load_model`.
 
-`families` says what an architecture's name means, `layouts` how its checkpoints name and store
+`families` says what an architecture's name means, `layout` how its checkpoints name and store
 what, `config` reads the folder, `rope` makes the position table, `decoder` computes, `quantized`
 makes the linear layers of quantised checkpoints; `fallback` is transformers' code for what they
 don't know. Must not know: requests, rows, sampling.
@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.errors import ConfigurationError
-from octavo_worker.models.config import (
-    ModelConfig,
+from octavo_worker.models.config import ModelConfig, read_fields
+from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
+from octavo_worker.models.families import FAMILIES, Family, find_family
+from octavo_worker.models.folder import (
     choose_dtype,
-    read_fields,
     read_gptq_fields,
     read_json,
     stored_dtype,
 )
-from octavo_worker.models.decoder import EMBED_NAME, HEAD_NAME, Model
-from octavo_worker.models.families import FAMILIES, Family, find_family
 from octavo_worker.models.fp8_linear import Fp8Maker
 from octavo_worker.models.linear import CuttingMaker, DenseMaker
 from octavo_worker.models.moe import with_stored_experts

@@ -22,14 +22,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from octavo.errors import ConfigurationError
-from octavo_worker.models.config import choose_dtype, eos_token_ids, read_json, stored_dtype
 from octavo_worker.models.fallback import FallbackConfig, FallbackModel
+from octavo_worker.models.folder import choose_dtype, eos_token_ids, read_json, stored_dtype
 from octavo_worker.models.transformers_probe import Probed, probe
 from octavo_worker.weights import Checkpoint, Progress, is_float, some
 
 _LOG = logging.getLogger(__name__)
 # What the attention kernels hold in registers; the CPU takes anything.
-_MAX_HEAD_DIM, _MAX_GROUP_SIZE = 256, 16
+_MAX_HEAD_DIM, _MAX_GROUP_SIZE = 256, 128
 
 
 def load_fallback(

@@ -11,7 +11,8 @@ import torch
 from octavo.errors import ConfigurationError
 from octavo_worker.attention_inputs import AttentionOptions
 from octavo_worker.models import FAMILIES, ModelConfig
-from octavo_worker.models.config import Activation, choose_dtype, read_fields, stored_dtype
+from octavo_worker.models.config import Activation, read_fields
+from octavo_worker.models.folder import choose_dtype, stored_dtype
 from octavo_worker.models.rope import RopeConfig
 from tests.tiny_models import TINY_FAMILIES, tiny_config
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from octavo.errors import ConfigurationError
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.models import FAMILIES, Family, ModelConfig, load_model
-from octavo_worker.models.layouts import Heads, Layout
+from octavo_worker.models.layout import Heads, Layout
 from octavo_worker.slots import FusedSlot, Slot
 from tests.original_layouts import save_chatglm, save_qwen1
 from tests.tiny_models import save_tiny_model, tiny_config

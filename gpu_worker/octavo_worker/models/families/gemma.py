@@ -7,10 +7,12 @@ positions of their own; config.json tells them inside `rope_parameters`, older f
 from collections.abc import Mapping
 from typing import Any
 
+from octavo_worker.models.families.family import DEFAULTS, Family
 from octavo_worker.models.fields import Fields, require
-from octavo_worker.models.layouts.layout import Layout
+from octavo_worker.models.layout import Layout
+from octavo_worker.models.per_layer import local_and_global_ropes, windows_by_pattern
 
-SANDWICHED = Layout(
+_SANDWICHED = Layout(
     modules={
         "post_self_attn_layernorm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",
@@ -18,9 +20,27 @@ SANDWICHED = Layout(
     }
 )
 _COMPUTED = {"use_bidirectional_attention": False}
+_DEFAULTS: Fields = {
+    **DEFAULTS,
+    "eos_token_id": 1,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+_DEFAULTS_2: Fields = {
+    **_DEFAULTS,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+}
 
 
-def translate(fields: Fields) -> Fields:
+def _translate(fields: Fields) -> Fields:
     """Gemma 1 and 2: another word for the activation."""
     if fields.get("use_bidirectional_attention") is not None:
         require(fields, _COMPUTED)
@@ -30,7 +50,7 @@ def translate(fields: Fields) -> Fields:
     return {**fields, "hidden_act": activation}
 
 
-def translate_3(fields: Fields) -> Fields:
+def _translate_3(fields: Fields) -> Fields:
     """Gemma 3: `rope_parameters` becomes that of global layers, `local_rope_parameters` the rest's.
 
     `max_position_embeddings` is the length after the scaling.
@@ -42,7 +62,7 @@ def translate_3(fields: Fields) -> Fields:
         original = fields["max_position_embeddings"] // factor
         everywhere.setdefault("original_max_position_embeddings", original)
     return {
-        **translate(fields),
+        **_translate(fields),
         "attn_logit_softcapping": None,  # never applied, whatever stands there
         "rope_scaling": None,
         "rope_parameters": everywhere,
@@ -52,3 +72,49 @@ def translate_3(fields: Fields) -> Fields:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+FAMILIES = (
+    Family(
+        "GemmaForCausalLM",
+        "gemma",
+        _DEFAULTS,
+        translate=_translate,
+        mlp_bias=False,
+        offset_norms=True,
+        scaled_embedding=True,
+    ),
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _DEFAULTS_2,
+        layout=_SANDWICHED,
+        translate=_translate,
+        mlp_bias=False,
+        offset_norms=True,
+        sandwich_norms=True,
+        scaled_embedding=True,
+        windows=windows_by_pattern,
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            **_DEFAULTS_2,
+            "final_logit_softcapping": None,
+            "max_position_embeddings": 131_072,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window_pattern": 6,
+        },
+        layout=_SANDWICHED,
+        translate=_translate_3,
+        mlp_bias=False,
+        qk_norm=True,
+        offset_norms=True,
+        sandwich_norms=True,
+        scaled_embedding=True,
+        windows=windows_by_pattern,
+        ropes=local_and_global_ropes,
+    ),
+)

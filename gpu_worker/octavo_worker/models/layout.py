@@ -1,4 +1,8 @@
-"""What turns the decoder's slots into those of a checkpoint. See the package.
+"""Layouts: under which names checkpoints store what the decoder names as Llama does.
+
+The decoder knows one tensor a projection: `model.layers.0.self_attn.q_proj.weight`. A family
+whose files name it otherwise, hold several of them as one, or number a head's dims otherwise says
+so in a `Layout`. Must not know: files, decoders. Entry points: `Layout`, `LLAMA`.
 
 Pairs of rotated dims: our kernels rotate dims j and j + R/2 of a head together ("by halves"),
 some checkpoints mean dims 2j and 2j + 1 ("interleaved"). Scores are dot products of q and k, so

@@ -8,10 +8,11 @@ authors' code computes something else; those are refused. Its code (`auto_map`) 
 from typing import Any
 
 from octavo.errors import ConfigurationError
+from octavo_worker.models.families.family import DEFAULTS, Family
 from octavo_worker.models.fields import Fields, count, flag, positive, require
-from octavo_worker.models.layouts.layout import Layout, fused
+from octavo_worker.models.layout import Layout, fused
 
-LAYOUT = Layout(
+_LAYOUT = Layout(
     layers="transformer.encoder.layers",
     modules={
         "model.embed_tokens": "transformer.embedding.word_embeddings",
@@ -29,9 +30,10 @@ LAYOUT = Layout(
     },
     is_interleaved=True,
 )
-# Fields beside Llama's, with what their absence means.
-DEFAULTS: Fields = {
+_DEFAULTS: Fields = {
+    **DEFAULTS,
     "add_qkv_bias": False,
+    "eos_token_id": 2,
     "kv_channels": 128,
     "layernorm_epsilon": 1e-5,
     "multi_query_attention": False,
@@ -49,7 +51,7 @@ _COMPUTED: Fields = {
 }
 
 
-def translate(fields: Fields) -> Fields:
+def _translate(fields: Fields) -> Fields:
     """In Llama's words. Raises ConfigurationError for what would be computed otherwise."""
     if "position_encoding_2d" in fields:
         raise ConfigurationError(
@@ -91,3 +93,18 @@ def _rope(fields: Fields) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
     return {"rope_theta": 10_000.0, "rope_parameters": scaling}
+
+
+FAMILIES = (
+    Family(
+        "ChatGLMModel",
+        "chatglm",
+        _DEFAULTS,
+        aliases=("ChatGLMForConditionalGeneration",),
+        layout=_LAYOUT,
+        translate=_translate,
+        o_bias=False,
+        mlp_bias=False,
+        partial_rotary=True,
+    ),
+)

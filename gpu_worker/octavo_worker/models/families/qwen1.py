@@ -9,10 +9,11 @@ the length of one: with either flag a sequence ends at `seq_length`; both change
 """
 
 from octavo.errors import ConfigurationError
+from octavo_worker.models.families.family import DEFAULTS, Family
 from octavo_worker.models.fields import Fields, count, flag, positive, require
-from octavo_worker.models.layouts.layout import Layout, fused
+from octavo_worker.models.layout import Layout, fused
 
-LAYOUT = Layout(
+_LAYOUT = Layout(
     layers="transformer.h",
     modules={
         "model.embed_tokens": "transformer.wte",
@@ -26,10 +27,11 @@ LAYOUT = Layout(
         "mlp.down_proj": "mlp.c_proj",
     },
 )
-# Fields beside Llama's, with what their absence means.
-DEFAULTS: Fields = {
+_DEFAULTS: Fields = {
+    **DEFAULTS,
     "kv_channels": 128,
     "layer_norm_epsilon": 1e-6,
+    "max_position_embeddings": 8192,
     "rotary_emb_base": 10_000,
     "rotary_pct": 1.0,
     "use_dynamic_ntk": True,
@@ -39,7 +41,7 @@ DEFAULTS: Fields = {
 _COMPUTED: Fields = {"no_bias": True, "scale_attn_weights": True}
 
 
-def translate(fields: Fields) -> Fields:
+def _translate(fields: Fields) -> Fields:
     """In Llama's words. Raises ConfigurationError for what would be computed otherwise."""
     require(fields, _COMPUTED)
     inner = count(fields, "intermediate_size")
@@ -62,3 +64,18 @@ def _max_position(fields: Fields) -> int:
     max_position, original = count(fields, "max_position_embeddings"), count(fields, "seq_length")
     is_stretched = any([flag(fields, "use_dynamic_ntk"), flag(fields, "use_logn_attn")])
     return min(max_position, original) if is_stretched else max_position
+
+
+FAMILIES = (
+    Family(
+        "QWenLMHeadModel",
+        "qwen",
+        _DEFAULTS,
+        layout=_LAYOUT,
+        translate=_translate,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        partial_rotary=True,
+    ),
+)
