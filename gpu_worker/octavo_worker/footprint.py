@@ -14,8 +14,9 @@ import torch
 from octavo.errors import ConfigurationError
 from octavo_worker.kv_cache import KVShape, kv_bytes_per_token, scratch_bytes
 from octavo_worker.models import find_family, meta_model, read_config
-from octavo_worker.models.config import choose_dtype, read_fields, read_json
-from octavo_worker.models.config import stored_dtype as dtype_in
+from octavo_worker.models.config import read_fields
+from octavo_worker.models.folder import choose_dtype, read_json
+from octavo_worker.models.folder import stored_dtype as dtype_in
 from octavo_worker.quant import Fp8Format
 from octavo_worker.weights import INDEX_NAME, SINGLE_NAME, Checkpoint
 

@@ -142,13 +142,14 @@ class FallbackModel:
         parameters = {id(p): p for p in model.parameters()}  # a tied head counts once
         self._num_bytes = sum(p.nbytes for p in parameters.values())
         self._decoder = decoder_of(model)
-        self._bind(probed.layers, model.device)
+        self.device = model.device
+        self._bind(probed.layers)
         self._hidden_states = _HiddenStates(self._decoder.config, probed.output_class)
         _replace(model, self._decoder, self._hidden_states)
         self._model = model
 
-    def _bind(self, layers: tuple[AttentionLayer, ...], device: torch.device) -> None:
-        unmoved = torch.zeros(self.config.max_model_len, 2, 1, device=device)
+    def _bind(self, layers: tuple[AttentionLayer, ...]) -> None:
+        unmoved = torch.zeros(self.config.max_model_len, 2, 1, device=self.device)
         unmoved[:, 0] = 1.0
         for index, layer in enumerate(layers):
             attention = PagedAttention(self._step, index, layer.options, unmoved)
