@@ -15,7 +15,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 
 from octavo import vllm_metrics
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, UnavailableError
 from octavo.hub import model_name_of
 from octavo.logs import setup_logging
 from octavo.metrics import WorkerMetrics
@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
             code = runner.run(_Process(settings).run())
     except OctavoError as error:
         print(f"octavo worker: {error.message}", file=sys.stderr)
-        code = 2
+        # What is lacking may be there at the next start; a mistake will still be one.
+        code = 1 if isinstance(error, UnavailableError) else 2
     if any(thread.name in (_LOAD_THREAD, ENGINE_THREAD) for thread in threading.enumerate()):
         # Inside torch, it can't be stopped; Python's own way out would abort the process.
         logging.shutdown()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from octavo.cli.parent import DIE_WITH_PARENT
-from octavo.errors import ConfigurationError, OctavoError
+from octavo.errors import ConfigurationError, UnavailableError
 from octavo.settings import WorkerSettings, to_environment, to_flags
 from octavo_worker.parallel.links import Door, Link, dial, wait_hang_up
 from octavo_worker.parallel.places import KEY, Place
@@ -44,7 +44,7 @@ class Fellows:
     ) -> None:
         """Start them (unless torchrun does) and wait until all are there.
 
-        Raises OctavoError if one ends before.
+        Raises UnavailableError if one ends before.
         """
         self._on_fatal = on_fatal
         self._is_closed = threading.Event()
@@ -98,9 +98,9 @@ class Fellows:
                 links[link.rank] = link
             for rank, child in enumerate(self._children, start=1):
                 if child.poll() is not None:
-                    raise OctavoError(f"rank {rank} ended with status {child.returncode}")
+                    raise UnavailableError(f"rank {rank} ended with status {child.returncode}")
             if time.monotonic() > deadline:
-                raise OctavoError(f"only {len(links)} of {num_links} further ranks came")
+                raise UnavailableError(f"only {len(links)} of {num_links} further ranks came")
         return [links[rank] for rank in sorted(links)]
 
     # The thread that holds them -------------------------------------------------------

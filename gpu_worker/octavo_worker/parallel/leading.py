@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.errors import ConfigurationError, OctavoError
+from octavo.errors import ConfigurationError, UnavailableError
 from octavo.settings import WorkerSettings
 from octavo_worker.backends.base import Backend
 from octavo_worker.models.config import ModelConfig
@@ -43,7 +43,7 @@ class LeadingGroup:
         """Start or await the others.
 
         Raises ConfigurationError if the model of `folder` or the cards can't be shared out,
-        OctavoError if one of the ranks doesn't get this far.
+        UnavailableError if one of the ranks doesn't get this far.
         """
         place = Place.here(settings.tensor_parallel)
         place.share.of_config(ModelConfig.from_folder(folder))
@@ -59,7 +59,7 @@ class LeadingGroup:
         for link in self._fellows.links:
             message = link.receive()
             if message is None:
-                raise OctavoError(f"rank {link.rank} ended while loading")
+                raise UnavailableError(f"rank {link.rank} ended while loading")
             counts += COUNT.unpack(message)
         self._fellows.tell(COUNT.pack(min(counts)))
         return min(counts)

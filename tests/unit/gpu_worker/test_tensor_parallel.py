@@ -36,14 +36,14 @@ def gqa_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, "qwen2", tie_word_embeddings=True, **overrides)
 
 
-async def generate(address: str, folder: Path) -> None:
+async def generate(address: str, folder: Path, num_ranks: int = 2) -> None:
     """Three rows: two decode while the third's prompt is computed; all are greedy."""
     prompts = [[(7 * i + 11 * j * j) % 380 + 3 for j in range(5 + 9 * i)] for i in range(3)]
     async with leader_client(address) as client, asyncio.timeout(60):
         described = await client.describe()
-        # Two layers, keys and values, 2 kv heads of 16 dims in float32, all ranks together.
-        assert described.capacity.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-        assert described.capacity.device.startswith("2 x CPU")
+        # Two layers, keys and values, a kv head or more a rank, of 16 dims in float32.
+        assert described.capacity.kv_bytes_per_token == 2 * 2 * max(2, num_ranks) * 16 * 4
+        assert described.capacity.device.startswith(f"{num_ranks} x CPU")
         steps = await client.lead()
         for plan_id, rows in ((1, (0, 1)), (2, (2,))):
             await steps.send(
@@ -78,6 +78,18 @@ def test_two_ranks_answer_as_transformers_does(gqa_folder: Path, tmp_path: Path)
         assert worker.wait() == 0, worker.log()
         wait_gone(other)
         assert "rank 1 ended" not in worker.log()
+
+
+@pytest.mark.slow
+def test_four_ranks_share_two_kv_heads(gqa_folder: Path, tmp_path: Path) -> None:
+    with worker_process(gqa_folder, tmp_path, *BLOCKS, "--tensor-parallel", "4") as worker:
+        address = worker.address()
+        others = children_of(worker.process.pid)
+        assert len(others) == 3
+        asyncio.run(generate(address, gqa_folder, num_ranks=4))
+        worker.process.kill()
+        for other in others:
+            wait_gone(other)
 
 
 @contextlib.contextmanager
