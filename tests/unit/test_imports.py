@@ -40,6 +40,10 @@ def _modules_of(folder: Path) -> list[str]:
 
 def _loaded_by(*names: str) -> set[str]:
     """Top-level names of the modules in a fresh process after importing `names`."""
+    return {name.partition(".")[0] for name in _all_loaded_by(*names)}
+
+
+def _all_loaded_by(*names: str) -> set[str]:
     answer = subprocess.run(
         [sys.executable, "-c", _LIST_MODULES, *names],
         capture_output=True,
@@ -48,7 +52,7 @@ def _loaded_by(*names: str) -> set[str]:
         check=False,
     )
     assert answer.returncode == 0, answer.stderr
-    return {name.partition(".")[0] for name in json.loads(answer.stdout)}
+    return set(json.loads(answer.stdout))
 
 
 @pytest.mark.parametrize("folder", PACKAGES)
@@ -83,3 +87,9 @@ def test_the_command_line_loads_a_service_only_when_told_to() -> None:
     loaded = _loaded_by("octavo.cli")
     services = {"octavo_router", "octavo_scheduler", "octavo_worker"}
     assert loaded & (services | TENSORS | TEXT | HTTP | {"rich", "grpc"}) == set()
+
+
+def test_a_worker_of_one_rank_loads_nothing_of_several() -> None:
+    loaded = _all_loaded_by("octavo_worker.__main__", "octavo_worker.bare_loop")
+    assert "octavo_worker.runner" in loaded
+    assert not [name for name in loaded if name.startswith("octavo_worker.parallel")]
