@@ -14,8 +14,8 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.hub import resolve_model
+from octavo.settings import WorkerSettings
 from octavo_router.tokenizer import load_tokenizer
-from octavo_worker.backends import Backend
-from octavo_worker.backends.cpu import CpuBackend
-from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches
-from octavo_worker.models import load_model
+from octavo_worker.loading import load_runner
 from octavo_worker.plan import Chunk, Plan, RowAdd, Sampling
-from octavo_worker.row_limits import RowLimits
-from octavo_worker.runner import Runner
 from tests.unit.gpu_worker.quantized_checkpoints import (
     LINEARS,
     TENSORS,
@@ -91,7 +87,7 @@ Save = Callable[[Path, Path], None]
 @dataclass(frozen=True, slots=True)
 class Form:
     """How a model is kept. `save(demo, folder)` writes it; None = the demo's folder as it is.
-    `quantization`: what the worker makes of it at load.
+    `settings`: the worker's, by which it is loaded.
 
     Its perplexity is between `least` and `most` times float32's.
     """
@@ -100,29 +96,25 @@ class Form:
     least: float
     most: float
     save: Save | None = None
-    quantization: str = "auto"
-    backend: Callable[[], Backend] = CpuBackend
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def perplexity(
-    folder: Path,
-    texts: Sequence[Sequence[int]],
-    backend: Backend,
-    quantization: str = "auto",
-) -> float:
+def perplexity(folder: Path, texts: Sequence[Sequence[int]], **settings: Any) -> float:
     """exp of the mean of -log p over all tokens that have one before them, through a runner.
 
     All texts in one step; each takes a row and blocks of its own.
     """
-    device = torch.device("cpu")
-    model = load_model(folder, device=device, quantization=quantization)
     table = -(-max(map(len, texts)) // BLOCK_SIZE) + 1
-    num_blocks = 1 + table * len(texts)
-    caches = allocate_kv_caches(model.config, KVCacheSize(num_blocks, BLOCK_SIZE, 0), device)
-    limits = RowLimits(
-        len(texts), num_blocks, BLOCK_SIZE, table * BLOCK_SIZE, model.config.vocab_size
+    asked = WorkerSettings(
+        model=str(folder),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=len(texts),
+        max_model_len=table * BLOCK_SIZE,
+        max_num_batched_tokens=sum(map(len, texts)),
+        num_kv_blocks=1 + table * len(texts),
+        **settings,
     )
-    runner = Runner(model, backend, caches, limits, device)
+    runner = load_runner(asked).runner
     rows = [_row_add(row, ids, 1 + table * row, table) for row, ids in enumerate(texts)]
     chunks = [Chunk(add.row, 0, add.history_token_ids, is_last=True) for add in rows]
     runner.submit(Plan(1, added_rows=tuple(rows), chunks=tuple(chunks)))
@@ -187,31 +179,6 @@ def save_fp8(*, per_channel: bool) -> Save:
     return save
 
 
-class Fp8Cache(CpuBackend):
-    """Keeps keys and values as e4m3 holds them, with one scale a head."""
-
-    def rope_and_cache(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        rotated = super().rope_and_cache(
-            q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache
-        )
-        block, place = slot_mapping // BLOCK_SIZE, slot_mapping % BLOCK_SIZE
-        for cache in (k_cache, v_cache):
-            written = cache[block, :, place]  # [T, K, D]
-            scale = written.abs().amax((0, 2), keepdim=True) / E4M3_MAX
-            cache[block, :, place] = (written / scale).to(torch.float8_e4m3fn).float() * scale
-        return rotated
-
-
 def save_linears(
     demo: Path, folder: Path, store: Callable[[str, Tensor], dict[str, Tensor]], **config: Any
 ) -> None:
@@ -227,36 +194,39 @@ def save_linears(
     shutil.copy(demo / "generation_config.json", folder)
 
 
-FLOAT32 = Form("float32", 1.0, 1.0)
+PLAIN = Form("as it is", 1.0, 1.0)
 FORMS = (
     Form("4 bit, groups of 128 (GPTQ)", 2.2, 2.8, save_4_bit("gptq", 128)),
     Form("4 bit, groups of 32 (AWQ)", 1.55, 1.95, save_4_bit("awq", 32)),
     Form("FP8, one scale a layer (AutoFP8)", 1.005, 1.2, save_fp8(per_channel=False)),
     Form("FP8, one an output (llm-compressor)", 1.005, 1.2, save_fp8(per_channel=True)),
-    Form("FP8, rounded at load", 1.005, 1.2, quantization="fp8"),
-    Form("FP8 keys and values", 1.0005, 1.05, backend=Fp8Cache),
+    Form("FP8, rounded at load", 1.005, 1.2, settings={"quantization": "fp8"}),
 )
 
 
-def measure(form: Form, demo: Path) -> float:
-    """The form's perplexity."""
+def measure(form: Form, demo: Path, *, backend: str = "cpu", dtype: str = "float32") -> float:
+    """The form's perplexity, computed there and so."""
     texts = known_ids(demo)
+    settings = {"backend": backend, "dtype": dtype, **form.settings}
     if form.save is None:
-        return perplexity(demo, texts, form.backend(), form.quantization)
+        return perplexity(demo, texts, **settings)
     with tempfile.TemporaryDirectory(prefix="octavo-perplexity-") as name:
         form.save(demo, Path(name))
-        return perplexity(Path(name), texts, form.backend(), form.quantization)
+        return perplexity(Path(name), texts, **settings)
 
 
 def main() -> None:
-    argparse.ArgumentParser(description="perplexity of the demo model by stored form").parse_args()
+    parser = argparse.ArgumentParser(description="perplexity of the demo model by stored form")
+    parser.add_argument("--backend", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", default="float32", help="on a card bfloat16 or float16")
+    args = parser.parse_args()
     demo = resolve_model("demo", None, weights=True)
     print(f"{sum(map(len, known_ids(demo)))} tokens of texts that the model knows")
-    print(f"{'form':<36}{'perplexity':>11}{'x float32':>11}{'bounds':>17}")
-    base = measure(FLOAT32, demo)
-    print(f"{FLOAT32.name:<36}{base:>11.3f}")
+    print(f"{'form':<36}{'perplexity':>11}{'x':>11}{'bounds':>17}")
+    base = measure(PLAIN, demo, **vars(args))
+    print(f"{args.dtype:<36}{base:>11.3f}")
     for form in FORMS:
-        value = measure(form, demo)
+        value = measure(form, demo, **vars(args))
         bounds = f"{form.least:g} .. {form.most:g}"
         print(f"{form.name:<36}{value:>11.3f}{value / base:>11.4f}{bounds:>17}")
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.perplexity import FLOAT32, FORMS, Form, known_ids, measure
+from tests.bench.perplexity import FORMS, PLAIN, Form, known_ids, measure
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def base(demo_folder: Path) -> float:
-    return measure(FLOAT32, demo_folder)
+    return measure(PLAIN, demo_folder)
 
 
 def test_the_model_knows_the_texts(base: float, demo_folder: Path) -> None:
