@@ -8,6 +8,7 @@ columns. Token order: the tokens of all chunks first, then one token for each de
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,13 @@ class StepInputs:
         return self.decode_context_lens.shape[0]
 
 
+class KvScales(NamedTuple):
+    """What keys and values are divided by before they are stored in 8 bits: float32 [K] each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """How a layer attends; what is the same in every step.
@@ -50,3 +58,5 @@ class AttentionOptions:
     window: int | None = None
     # Scores become c * tanh(score / c): Gemma 2; None = they stay.
     soft_cap: float | None = None
+    # Of a cache of 8-bit floats; None = it has the model's dtype.
+    kv_scales: KvScales | None = None

@@ -75,9 +75,15 @@ def parse_bytes(text: str, name: str) -> int:
     return int(float(match[1]) * factor)
 
 
-def kv_bytes_per_token(shape: KVShape) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+def kv_dtype_of(shape: KVShape, settings: WorkerSettings) -> torch.dtype:
+    """What the cache holds: values of the model's dtype, or 8-bit floats."""
+    return torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else shape.dtype
+
+
+def kv_bytes_per_token(shape: KVShape, dtype: torch.dtype | None = None) -> int:
+    """Keys and values of one token in all layers, of `dtype` (default: the model's)."""
+    itemsize = (dtype or shape.dtype).itemsize
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
 
 
 def size_kv_cache(
@@ -88,14 +94,15 @@ def size_kv_cache(
     Never more than all rows could fill at their longest. Raises ConfigurationError if not
     even one block fits.
     """
-    per_token = kv_bytes_per_token(shape)
+    dtype = kv_dtype_of(shape, settings)
+    per_token = kv_bytes_per_token(shape, dtype)
     per_block = per_token * settings.block_size
     _logger.info(
         "KV cache: 2 x %d layers x %d kv heads x %d dims, %s: %s a token, %s a block of %d",
         shape.num_layers,
         shape.num_kv_heads,
         shape.head_dim,
-        kv_scheme_of(shape.dtype),
+        kv_scheme_of(dtype),
         _human(per_token),
         _human(per_block),
         settings.block_size,
@@ -133,14 +140,15 @@ def size_kv_cache(
 
 
 def allocate_kv_caches(
-    shape: KVShape, size: KVCacheSize, device: torch.device
+    shape: KVShape, size: KVCacheSize, device: torch.device, dtype: torch.dtype | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(keys, values) of every layer, [N, K, B, D]; their content is never read unwritten."""
+    """(keys, values) of every layer, [N, K, B, D], of `dtype` (default: the model's); their
+    content is never read unwritten."""
     dims = (size.num_blocks, shape.num_kv_heads, size.block_size, shape.head_dim)
 
     def cache() -> torch.Tensor:
         # Not zeros: on a CPU these would take all the memory, and seconds, at once.
-        return torch.empty(dims, dtype=shape.dtype, device=device)
+        return torch.empty(dims, dtype=dtype or shape.dtype, device=device)
 
     return [(cache(), cache()) for _ in range(shape.num_layers)]
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from octavo.blocks import HASH_VERSION
+from octavo.errors import ConfigurationError
 from octavo.hub import model_name_of, resolve_model, revision_of
 from octavo.metrics import WorkerMetrics
 from octavo.settings import WorkerSettings
 from octavo_worker.backends import Backend, choose_backend
 from octavo_worker.engine import Engine
 from octavo_worker.gpu_readings import gpu_reader
-from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches, size_kv_cache
+from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches, kv_dtype_of, size_kv_cache
 from octavo_worker.models import Model, ModelConfig, load_any_model
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import KVCaches, Runner
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 # On a card one step runs while the next one waits in its queue.
+# Compute capability 8.9 brought e4m3.
+_FIRST_WITH_FP8 = (8, 9)
 _MAX_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 
 
@@ -126,7 +129,7 @@ def load(
         name=model_name_of(settings.model),
         revision=revision_of(loaded.folder),
         block_size=size.block_size,
-        kv_scheme=kv_scheme_of(config.dtype),
+        kv_scheme=kv_scheme_of(kv_dtype_of(config, settings)),
         hash_version=HASH_VERSION,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
@@ -186,7 +189,10 @@ def load_runner(
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
     )
-    caches = allocate_kv_caches(config, size, device)
+    kv_dtype = kv_dtype_of(config, settings)
+    if kv_dtype != config.dtype:
+        _scale_kv(model, device)
+    caches = allocate_kv_caches(config, size, device, kv_dtype)
     if group is None:
         runner = Runner(model, backend, caches, limits, device)
     else:
@@ -204,6 +210,21 @@ def load_runner(
         max_num_batched_tokens=max_num_batched_tokens,
         group=group,
     )
+
+
+def _scale_kv(model: "Model | FallbackModel", device: torch.device) -> None:
+    """Raises ConfigurationError where there are no caches of 8-bit floats."""
+    why = None
+    if not isinstance(model, Model):
+        why = "models in transformers' code have none"
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
+        why = "this card knows none"
+    else:
+        model.scale_kv()
+    if why is not None:
+        raise ConfigurationError(
+            f"OCTAVO_KV_CACHE_DTYPE=fp8: KV caches of 8-bit floats: {why}", param="kv_cache_dtype"
+        )
 
 
 def _capture(runner: Runner, model: "Model | FallbackModel") -> None:

@@ -57,9 +57,14 @@ class Capacity:
     kv_bytes_per_token: int
 
 
-_KV_SCHEMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_KV_SCHEMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4m3-head",  # a scale a kv head
+}
 
 
 def kv_scheme_of(dtype: torch.dtype) -> str:
-    """Name of a KV cache that stores plain values of `dtype`."""
+    """Name of a KV cache that stores values of `dtype`."""
     return _KV_SCHEMES[dtype]

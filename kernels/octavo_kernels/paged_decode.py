@@ -26,11 +26,13 @@ from torch import Tensor
 from octavo_kernels.launch import Launch, cdiv, next_power_of_2, num_multiprocessors, offset64
 from octavo_kernels.paged_kv import (
     LOG2_E,
+    KvScales,
     attend_tile,
     attention_reference,
     check_cache,
     gather_kv,
     load_kv,
+    scale_args,
 )
 
 MAX_GROUP_SIZE = 128
@@ -106,6 +108,8 @@ def _paged_decode_kernel(
     stride_q,
     stride_block,
     stride_table,
+    k_scales,  # [K] float32
+    v_scales,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -114,6 +118,7 @@ def _paged_decode_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SOFT_CAP: tl.constexpr,  # 0 = none
+    IS_SCALED: tl.constexpr,
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -131,6 +136,8 @@ def _paged_decode_kernel(
     query = tl.load(q + offset64(row, stride_q) + head_offset, mask=mask, other=0.0)
     table = block_table + offset64(row, stride_table)
 
+    if IS_SCALED:
+        scale_log2 = scale_log2 * tl.load(k_scales + kv_head)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
@@ -156,6 +163,8 @@ def _paged_decode_kernel(
         )
 
     result = acc / row_sum[:, None]
+    if IS_SCALED:
+        result = result * tl.load(v_scales + kv_head)
     is_alone = tl.load(item_offsets + row + 1) - tl.load(item_offsets + row) == 1
     if is_alone:
         tl.store(out + offset64(row, K * G * D) + head_offset, result.to(query.dtype), mask=mask)
@@ -274,6 +283,7 @@ def paged_decode_launches(
     scale: float,
     *,
     soft_cap: float | None = None,
+    kv_scales: KvScales | None = None,
 ) -> tuple[Launch, Launch]:
     """Attention over the items, then the merge."""
     num_rows, num_heads, head_dim = q.shape
@@ -289,6 +299,7 @@ def paged_decode_launches(
             *(out, partial_out, partial_lse, q, k_cache, v_cache),
             *(block_table, work.items, work.item_offsets),
             *(scale * LOG2_E, q.stride(0), k_cache.stride(0), block_table.stride(0)),
+            *scale_args(kv_scales, q),
         ),
         constants={
             "K": num_kv_heads,
@@ -299,6 +310,7 @@ def paged_decode_launches(
             "ROWS": rows,
             "TILE": tile,
             "SOFT_CAP": soft_cap or 0.0,
+            "IS_SCALED": kv_scales is not None,
         },
         num_warps=4 if rows <= 64 else 8,
         num_stages=num_stages,
@@ -323,6 +335,7 @@ def paged_decode(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: KvScales | None = None,
     work: WorkList | None = None,
 ) -> Tensor:
     """[S, H, D] in q's dtype; zeros for rows with context 0.
@@ -330,10 +343,10 @@ def paged_decode(
     q: [S, H, D], H / K <= 128. k_cache, v_cache: [N, K, B, D]. block_table: int32 [S, M], read up
     to a row's context only. context_lens: int32 [S], the new token included.
     window: keys that a query sees, itself included; soft_cap: scores become
-    soft_cap * tanh(score / soft_cap). work: from `decode_work_list` for the same window, if the
-    caller shares one among the layers of a step.
+    soft_cap * tanh(score / soft_cap). kv_scales: of caches in 8 bits. work: from
+    `decode_work_list` for the same window, if the caller shares one among the layers of a step.
     """
-    check_cache(q, k_cache, v_cache, block_table)
+    check_cache(q, k_cache, v_cache, block_table, kv_scales)
     num_rows, num_heads, _ = q.shape
     assert num_heads // k_cache.shape[1] <= MAX_GROUP_SIZE, (q.shape, k_cache.shape)
     assert block_table.shape[0] == context_lens.shape[0] == num_rows
@@ -348,6 +361,7 @@ def paged_decode(
     for launch in paged_decode_launches(
         *(out, partial_out, partial_lse, q, k_cache, v_cache, block_table, work, scale),
         soft_cap=soft_cap,
+        kv_scales=kv_scales,
     ):
         launch.run()
     return out
@@ -363,12 +377,13 @@ def paged_decode_reference(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for row, length in enumerate(context_lens.tolist()):
         if length:
-            k = gather_kv(k_cache, block_table[row], length)
-            v = gather_kv(v_cache, block_table[row], length)
+            k = gather_kv(k_cache, block_table[row], length, kv_scales and kv_scales.k)
+            v = gather_kv(v_cache, block_table[row], length, kv_scales and kv_scales.v)
             out[row] = attention_reference(
                 q[row : row + 1], k, v, length - 1, scale, window, soft_cap
             )[0]

@@ -13,6 +13,7 @@ scores are replaced by a select: a multiplication by zero would let a NaN throug
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -76,6 +77,8 @@ def attend_tile(
     Unless MAY_START_HIDDEN the first tile must show every row at least one token: then no maximum
     is ever -inf again and no difference of maxima is NaN.
     """
+    # What is stored in 8 bits is exact in the query's dtype; sums are float32's.
+    k, v = k.to(q.dtype), v.to(q.dtype)
     # "ieee": for float32 the default would be TF32; other dtypes don't mind.
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if SOFT_CAP > 0:
@@ -96,8 +99,23 @@ def attend_tile(
     return new_max, row_sum, acc
 
 
-def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> None:
-    """q [T, H, D] with contiguous heads; caches [N, K, B, D], each block contiguous."""
+class KvScales(NamedTuple):
+    """What keys and values were divided by before they were stored: float32 [K] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+def scale_args(scales: KvScales | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """A kernel's pointers: without scales it reads neither."""
+    return (unused, unused) if scales is None else (scales.k, scales.v)
+
+
+def check_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, scales: KvScales | None
+) -> None:
+    """q [T, H, D] with contiguous heads; caches [N, K, B, D], each block contiguous, of q's dtype
+    or, with scales, of another."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     assert q.ndim == 3, q.shape
     assert q.shape[2] == head_dim, (q.shape, k_cache.shape)
@@ -106,18 +124,31 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
     assert k_cache.shape == v_cache.shape, (k_cache.shape, v_cache.shape)
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
     assert k_cache.stride()[1:] == (block_size * head_dim, head_dim, 1), k_cache.stride()
-    assert q.dtype == k_cache.dtype == v_cache.dtype, (q.dtype, k_cache.dtype, v_cache.dtype)
+    assert k_cache.dtype == v_cache.dtype, (k_cache.dtype, v_cache.dtype)
+    if scales is None:
+        assert q.dtype == k_cache.dtype, (q.dtype, k_cache.dtype)
+    else:
+        check_scales(scales, num_kv_heads)
     assert block_table.ndim == 2, block_table.shape
     assert block_table.dtype == torch.int32, block_table.dtype
     assert block_table.stride(1) == 1, block_table.stride()
 
 
-def gather_kv(cache: Tensor, block_table_row: Tensor, num_tokens: int) -> Tensor:
+def check_scales(scales: KvScales, num_kv_heads: int) -> None:
+    for scale in scales:
+        assert scale.shape == (num_kv_heads,), (scale.shape, num_kv_heads)
+        assert scale.dtype == torch.float32, scale.dtype
+
+
+def gather_kv(
+    cache: Tensor, block_table_row: Tensor, num_tokens: int, scale: Tensor | None = None
+) -> Tensor:
     """The first `num_tokens` tokens of one row, float32 [num_tokens, K, D] (for references)."""
     block_size = cache.shape[2]
     blocks = block_table_row[: -(-num_tokens // block_size)].long()
     tokens = cache[blocks].transpose(1, 2).reshape(-1, cache.shape[1], cache.shape[3])
-    return tokens[:num_tokens].float()
+    values = tokens[:num_tokens].float()
+    return values if scale is None else values * scale[:, None]
 
 
 def attention_reference(

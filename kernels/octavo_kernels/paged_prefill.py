@@ -22,11 +22,13 @@ from torch import Tensor
 from octavo_kernels.launch import Launch, cdiv, next_power_of_2, offset64
 from octavo_kernels.paged_kv import (
     LOG2_E,
+    KvScales,
     attend_tile,
     attention_reference,
     check_cache,
     gather_kv,
     load_kv,
+    scale_args,
 )
 
 
@@ -43,6 +45,8 @@ def _paged_prefill_kernel(
     stride_q,
     stride_block,
     stride_table,
+    k_scales,  # [K] float32
+    v_scales,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -52,6 +56,7 @@ def _paged_prefill_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 = none
     SOFT_CAP: tl.constexpr,  # 0 = none
+    IS_SCALED: tl.constexpr,
 ):
     TOKENS: tl.constexpr = ROWS // G  # rows that are left over are masked
     # The last tokens of a chunk see the most keys: the longest programs start first.
@@ -75,6 +80,8 @@ def _paged_prefill_kernel(
     table = block_table + offset64(chunk, stride_table)
 
     position = history + token_in_chunk
+    if IS_SCALED:
+        scale_log2 = scale_log2 * tl.load(k_scales + kv_head)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
@@ -116,6 +123,8 @@ def _paged_prefill_kernel(
         )
 
     result = acc / row_sum[:, None]
+    if IS_SCALED:
+        result = result * tl.load(v_scales + kv_head)
     target = out + offset64(token, K * G * D)[:, None] + head_offset
     tl.store(target, result.to(query.dtype), mask=mask)
 
@@ -142,6 +151,7 @@ def paged_prefill_launch(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Launch:
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     group_size = q.shape[1] // num_kv_heads
@@ -154,6 +164,7 @@ def paged_prefill_launch(
         args=(
             *(out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens),
             *(scale * LOG2_E, q.stride(0), k_cache.stride(0), block_table.stride(0)),
+            *scale_args(kv_scales, q),
         ),
         constants={
             "K": num_kv_heads,
@@ -165,6 +176,7 @@ def paged_prefill_launch(
             "TILE": tile,
             "WINDOW": window or 0,
             "SOFT_CAP": soft_cap or 0.0,
+            "IS_SCALED": kv_scales is not None,
         },
         num_warps=num_warps,
         num_stages=num_stages,
@@ -183,6 +195,7 @@ def paged_prefill(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     """[T, H, D] in q's dtype.
 
@@ -191,8 +204,9 @@ def paged_prefill(
     context_lens: int32 [C], tokens before the chunk plus the chunk's. max_seqlen_q: at least the
     longest chunk's tokens (the grid's size; the borders stay on the card). window: keys that a
     query sees, itself included; soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    kv_scales: of caches in 8 bits.
     """
-    check_cache(q, k_cache, v_cache, block_table)
+    check_cache(q, k_cache, v_cache, block_table, kv_scales)
     num_chunks = context_lens.shape[0]
     assert block_table.shape[0] == num_chunks, (block_table.shape, num_chunks)
     assert cu_seqlens_q.shape == (num_chunks + 1,), (cu_seqlens_q.shape, num_chunks)
@@ -204,6 +218,7 @@ def paged_prefill(
             *(max_seqlen_q, scale),
             window=window,
             soft_cap=soft_cap,
+            kv_scales=kv_scales,
         ).run()
     return out
 
@@ -220,14 +235,15 @@ def paged_prefill_reference(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     borders = cu_seqlens_q.tolist()
     assert max(b - a for a, b in pairwise(borders)) <= max_seqlen_q
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for chunk, length in enumerate(context_lens.tolist()):
         start, end = borders[chunk], borders[chunk + 1]
-        k = gather_kv(k_cache, block_table[chunk], length)
-        v = gather_kv(v_cache, block_table[chunk], length)
+        k = gather_kv(k_cache, block_table[chunk], length, kv_scales and kv_scales.k)
+        v = gather_kv(v_cache, block_table[chunk], length, kv_scales and kv_scales.v)
         history = length - (end - start)
         out[start:end] = attention_reference(q[start:end], k, v, history, scale, window, soft_cap)
     return out

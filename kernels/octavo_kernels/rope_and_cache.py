@@ -16,12 +16,22 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo_kernels.launch import Launch, next_power_of_2, offset64
+from octavo_kernels.paged_kv import KvScales, check_scales, scale_args
 
 
 @triton.jit
 def _rotate(x1, x2, cos, sin):
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def _stored(x, cache, scale, IS_SCALED: tl.constexpr):
+    """As the cache holds it. With a scale: within +-448, what e4m3 reaches; NaN becomes 0."""
+    if IS_SCALED:
+        x = tl.div_rn(x.to(tl.float32), scale)
+        x = tl.where(x == x, tl.clamp(x, -448.0, 448.0), 0.0)
+    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -40,6 +50,8 @@ def _rope_and_cache_kernel(
     stride_k,
     stride_v,
     stride_block,  # between blocks of either cache
+    k_scales,  # [K] float32
+    v_scales,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -49,6 +61,7 @@ def _rope_and_cache_kernel(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,  # of D - R; 0 if all dims rotate
     D_PAD: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ):
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -73,6 +86,11 @@ def _rope_and_cache_kernel(
     tl.store(q_to + half[None, :], q1_new.to(q1.dtype), mask=mask)
     tl.store(q_to + HALF + half[None, :], q2_new.to(q1.dtype), mask=mask)
 
+    k_scale = 1.0
+    v_scale = 1.0
+    if IS_SCALED:
+        k_scale = tl.load(k_scales + kv_head)
+        v_scale = tl.load(v_scales + kv_head)
     # A dead row's slot is -1: its address is never formed into a store.
     is_live = slot >= 0
     cache_offset = offset64(slot // B, stride_block) + (kv_head * B + slot % B) * D
@@ -84,8 +102,10 @@ def _rope_and_cache_kernel(
     k1_new, k2_new = k1_new.to(k1.dtype), k2_new.to(k1.dtype)
     tl.store(k_to + half, k1_new, mask=half_mask)
     tl.store(k_to + HALF + half, k2_new, mask=half_mask)
-    tl.store(k_cache + cache_offset + half, k1_new, mask=half_mask & is_live)
-    tl.store(k_cache + cache_offset + HALF + half, k2_new, mask=half_mask & is_live)
+    k_slot = k_cache + cache_offset + half
+    mask = half_mask & is_live
+    tl.store(k_slot, _stored(k1_new, k_cache, k_scale, IS_SCALED), mask=mask)
+    tl.store(k_slot + HALF, _stored(k2_new, k_cache, k_scale, IS_SCALED), mask=mask)
 
     if REST_PAD > 0:
         rest = 2 * HALF + tl.arange(0, REST_PAD)
@@ -94,11 +114,13 @@ def _rope_and_cache_kernel(
         tl.store(q_to + rest[None, :], tl.load(q_in + rest[None, :], mask=q_mask), mask=q_mask)
         k_rest = tl.load(k_in + rest, mask=rest_mask)
         tl.store(k_to + rest, k_rest, mask=rest_mask)
+        k_rest = _stored(k_rest, k_cache, k_scale, IS_SCALED)
         tl.store(k_cache + cache_offset + rest, k_rest, mask=rest_mask & is_live)
 
     dim = tl.arange(0, D_PAD)
     v_mask = (dim < D) & is_live
     value = tl.load(v + offset64(token, stride_v) + kv_head * D + dim, mask=v_mask)
+    value = _stored(value, v_cache, v_scale, IS_SCALED)
     tl.store(v_cache + cache_offset + dim, value, mask=v_mask)
 
 
@@ -113,6 +135,7 @@ def rope_and_cache_launch(
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    kv_scales: KvScales | None = None,
 ) -> Launch:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -123,7 +146,10 @@ def rope_and_cache_launch(
     return Launch(
         kernel=_rope_and_cache_kernel,
         grid=(num_tokens, num_kv_heads),
-        args=(*args, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(0)),
+        args=(
+            *(*args, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(0)),
+            *scale_args(kv_scales, q),
+        ),
         constants={
             "K": num_kv_heads,
             "G": group_size,
@@ -134,6 +160,7 @@ def rope_and_cache_launch(
             "HALF_PAD": next_power_of_2(half),
             "REST_PAD": next_power_of_2(rest) if rest else 0,
             "D_PAD": next_power_of_2(head_dim),
+            "IS_SCALED": kv_scales is not None,
         },
         num_warps=1 if group_size * head_dim <= 1024 else 4,
     )
@@ -148,6 +175,7 @@ def _check(
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    kv_scales: KvScales | None = None,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -159,7 +187,12 @@ def _check(
         assert x.stride()[1:] == (head_dim, 1), x.stride()
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
     assert k_cache.stride()[1:] == (block_size * head_dim, head_dim, 1), k_cache.stride()
-    assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    assert q.dtype == k.dtype == v.dtype
+    assert k_cache.dtype == v_cache.dtype
+    if kv_scales is None:
+        assert k_cache.dtype == q.dtype, (k_cache.dtype, q.dtype)
+    else:
+        check_scales(kv_scales, num_kv_heads)
     assert cos_sin.ndim == 3, cos_sin.shape
     assert cos_sin.shape[1] == 2, cos_sin.shape
     assert 2 * cos_sin.shape[2] <= head_dim, (cos_sin.shape, head_dim)
@@ -178,20 +211,23 @@ def rope_and_cache(
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    kv_scales: KvScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotated copies of q [T, H, D] and k [T, K, D]; writes k and v into the caches in place.
 
     cos_sin: float32 [P, 2, R / 2], cosines then sines of each position, R <= D.
     positions: int64 [T], < P. slot_mapping: int64 [T], distinct, or -1 = no store.
     k_cache, v_cache: [N, K, B, D], one dtype with q, k, v; a block's [K, B, D] is contiguous.
+    kv_scales: the caches are of another dtype (e4m3) and hold k and v divided by these.
     q, k, v may be views of one fused projection: only tokens may be strided.
     """
-    _check(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache)
+    _check(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, kv_scales)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if q.shape[0]:
         rope_and_cache_launch(
-            q_out, k_out, q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache
+            *(q_out, k_out, q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache),
+            kv_scales=kv_scales,
         ).run()
     return q_out, k_out
 
@@ -212,12 +248,19 @@ def rope_and_cache_reference(
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    kv_scales: KvScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)  # each [T, 1, R / 2]
     q, k = _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
     live = slot_mapping >= 0
     slots = slot_mapping[live]
     block_size = k_cache.shape[2]
-    k_cache[slots // block_size, :, slots % block_size] = k[live]
-    v_cache[slots // block_size, :, slots % block_size] = v[live]
+    for cache, x, scale in zip((k_cache, v_cache), (k, v), kv_scales or (None, None), strict=True):
+        stored = x[live]
+        if scale is not None:
+            stored = (stored.float() / scale[:, None]).nan_to_num(0.0).clamp(-448.0, 448.0)
+        bits = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+        values = stored.to(cache.dtype)
+        values = values.view(torch.uint8) if cache.dtype.itemsize == 1 else values
+        bits[slots // block_size, :, slots % block_size] = values
     return q, k

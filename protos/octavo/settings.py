@@ -374,6 +374,11 @@ class WorkerSettings(CommonSettings):
         "auto = as the checkpoint is; fp8 = linear layers rounded to 8-bit floats at load",
         choices=("auto", "fp8"),
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "auto = the dtype that is computed in; fp8 = 8-bit floats, half the bytes",
+        choices=("auto", "fp8"),
+    )
     block_size: int = setting(16, "tokens per KV block", choices=(16, 32))
     max_num_seqs: int = setting(256, "rows", minimum=1, maximum=4096)
     max_num_batched_tokens: int = setting(

@@ -12,7 +12,12 @@ from octavo_kernels.fp8_gemm import (
     quantize_rows,
     quantize_rows_reference,
 )
-from tests.kernels.cases import normal, poisoned_outputs, strided_rows
+from octavo_kernels.paged_decode import decode_work_list, paged_decode, paged_decode_reference
+from octavo_kernels.paged_kv import KvScales
+from octavo_kernels.paged_prefill import paged_prefill, paged_prefill_reference
+from octavo_kernels.rope_and_cache import rope_and_cache, rope_and_cache_reference
+from tests.kernels.cases import normal, paged_kv, poisoned_outputs, strided_rows
+from tests.kernels.checks import assert_near
 
 FACTORS: dict[str, Any] = {
     "num_rows": (1, 3, 17, 130),
@@ -55,3 +60,60 @@ def check_fp8_gemm(case: dict[str, Any], device: str, dtype: torch.dtype = E4M3)
     limit = 1e-6 if device == "cpu" else 2e-4
     assert float((y - expected).norm() / expected.norm()) < limit
     assert int(arrivals.abs().max()) == 0
+
+
+def check_attention(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Decode and prefill over a cache of e4m3, each head with scales of its own."""
+    num_kv_heads, group_size = 2, 3
+    lengths = [1, 40, 150]
+    kv = paged_kv(
+        lengths,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    caches = [cache.to(E4M3) for cache in (kv.k_cache, kv.v_cache)]
+    scales = KvScales(*torch.tensor([[0.5, 2.0], [3.0, 0.25]], device=device))
+    shape = (num_kv_heads * group_size, head_dim)
+    q = normal(3, *shape, dtype=dtype, device=device, seed=57)
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    arguments = (q, *caches, kv.block_table, context_lens, head_dim**-0.5)
+    work = decode_work_list(context_lens, num_kv_heads, num_sms=8, min_chunk=48)
+    with poisoned_outputs():
+        out = paged_decode(*arguments, kv_scales=scales, work=work)
+    assert_near(out, paged_decode_reference(*arguments, kv_scales=scales))
+
+    borders = torch.tensor([0, 1, 21, 24], dtype=torch.int32, device=device)
+    q = normal(24, *shape, dtype=dtype, device=device, seed=58)
+    arguments = (q, *caches, kv.block_table, borders, context_lens, 32, head_dim**-0.5)
+    with poisoned_outputs():
+        out = paged_prefill(*arguments, kv_scales=scales)
+    assert_near(out, paged_prefill_reference(*arguments, kv_scales=scales))
+
+
+def check_store(device: str, cache_dtype: torch.dtype) -> None:
+    """Divided, within +-448, 0 for NaN; the rest of the cache stays."""
+    num_kv_heads, head_dim = 2, 64
+    shape = (3, num_kv_heads, 16, head_dim)
+    k, v = (
+        200 * normal(4, num_kv_heads, head_dim, dtype=torch.float32, device=device, seed=seed)
+        for seed in (59, 60)
+    )
+    v[1, 0, 3], v[1, 1, 4], k[2, 1, 60] = torch.nan, torch.inf, -1e30
+    angle = normal(8, 24, dtype=torch.float32, device=device, seed=61)
+    cos_sin = torch.stack((angle.cos(), angle.sin()), dim=1)  # 48 of 64 dims rotate
+    positions = torch.tensor([3, 0, 7, 1], device=device)
+    slots = torch.tensor([47, 33, 16, -1], device=device)
+    scales = KvScales(*torch.tensor([[0.5, 2.0], [3.0, 0.25]], device=device))
+    caches = [torch.ones(shape, device=device).to(cache_dtype) for _ in range(4)]
+    arguments = (k, k, v, cos_sin, positions, slots)
+    rope_and_cache(*arguments, *caches[:2], kv_scales=scales)
+    rope_and_cache_reference(*arguments, *caches[2:], kv_scales=scales)
+    for actual, expected in zip(caches[:2], caches[2:], strict=True):
+        assert not bool(actual.float().isnan().any())
+        assert float(actual.float().abs().max()) == 448.0
+        # A rotation may be rounded to the next float32, and that to the next of 8 bits.
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0.13, atol=2e-2)
+        assert float((actual.float() != expected.float()).float().mean()) < 0.05

@@ -6,6 +6,10 @@ from torch import Tensor
 
 from octavo_kernels.fp8_gemm import E4M3, fp8_gemm_launch, quantize_rows_launch
 from octavo_kernels.launch import Launch
+from octavo_kernels.paged_decode import WorkList, paged_decode_launches
+from octavo_kernels.paged_kv import KvScales
+from octavo_kernels.paged_prefill import paged_prefill_launch
+from octavo_kernels.rope_and_cache import rope_and_cache_launch
 from tests.kernels.compiled import MAX_SHARED_BYTES, compile_launch
 
 SLOW = pytest.mark.slow
@@ -46,3 +50,32 @@ def test_quantize_rows() -> None:
     x = _meta(8, 14_336, dtype=torch.bfloat16)
     ptx = _check(quantize_rows_launch(_meta(8, 14_336, dtype=E4M3), _meta(8), x))
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
+HEADS = [(32, 8, 128), pytest.param(32, 32, 128, marks=SLOW), pytest.param(8, 1, 256, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+def test_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    q = _meta(8, num_heads, head_dim, dtype=torch.bfloat16)
+    cache = _meta(100, num_kv_heads, 16, head_dim, dtype=E4M3)
+    scales = KvScales(_meta(num_kv_heads), _meta(num_kv_heads))
+    table, lens = _meta(8, 128, dtype=torch.int32), _meta(8, dtype=torch.int32)
+    work = WorkList(_meta(50, 3, dtype=torch.int32), _meta(9, dtype=torch.int32))
+    partial = _meta(50, num_heads, head_dim), _meta(50, num_heads)
+    attend, _ = paged_decode_launches(
+        q, *partial, q, cache, cache, table, work, 0.1, kv_scales=scales
+    )
+    assert "cp.async.cg.shared.global" in _check(attend)
+    launch = paged_prefill_launch(q, q, cache, cache, table, lens, lens, 512, 0.1, kv_scales=scales)
+    assert "wgmma.mma_async" in _check(launch)
+
+
+def test_rope_and_cache() -> None:
+    q, kv = (_meta(8, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+    cache, places = _meta(100, 8, 16, 128, dtype=E4M3), _meta(8, dtype=torch.int64)
+    launch = rope_and_cache_launch(
+        *(q, kv, q, kv, kv, _meta(2048, 2, 64), places, places, cache, cache),
+        kv_scales=KvScales(_meta(8), _meta(8)),
+    )
+    assert "cvt.rn.satfinite.e4m3x2.f32" in _check(launch)

@@ -62,3 +62,13 @@ def test_a_graph_holds_it() -> None:
         y.fill_(torch.nan)
         graph.replay()
         assert torch.equal(y, product(x, codes, scales))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_attention_over_a_cache_of_8_bits(head_dim: int, dtype: torch.dtype) -> None:
+    checks.check_attention("cuda", dtype, head_dim)
+
+
+def test_what_a_cache_of_8_bits_stores() -> None:
+    checks.check_store("cuda", E4M3)

@@ -22,3 +22,12 @@ def test_quantize_rows() -> None:
 @pytest.mark.parametrize("case", pairwise(checks.FACTORS, count=12), ids=case_id)
 def test_fp8_gemm(case: dict[str, Any]) -> None:
     checks.check_fp8_gemm(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_attention_over_a_cache_of_8_bits(dtype: torch.dtype) -> None:
+    checks.check_attention("cpu", dtype, 64)
+
+
+def test_what_a_cache_of_8_bits_stores() -> None:
+    checks.check_store("cpu", torch.float16)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from octavo_worker.attention_inputs import AttentionOptions, StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, KvScales, StepInputs
 from octavo_worker.sampling import SamplingTensors
 
 
@@ -46,11 +46,13 @@ class Backend(Protocol):
         slot_mapping: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        kv_scales: KvScales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate q [T, H, D] and k [T, K, D] by halves, write k and v [T, K, D] to their slots.
 
         `cos_sin` is fp32 [P, 2, R / 2] (cos, then sin); the first R of the D dims rotate.
-        Tokens of slot -1 are not stored. Returns the rotated (q, k).
+        Tokens of slot -1 are not stored. With `kv_scales` caches are e4m3 and hold the values
+        divided by them, 448 at most, 0 for NaN. Returns the rotated (q, k).
         """
         ...
 

@@ -8,15 +8,16 @@ T tokens, S rows, C chunks, H query heads, K kv heads, G = H / K, D head dim, N 
 B block size, L padded context.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from octavo_worker import sampling
-from octavo_worker.attention_inputs import AttentionOptions, StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, KvScales, StepInputs
 from octavo_worker.backends import cpu_experts
-from octavo_worker.backends.gather import Gather, gather_decode, gather_prefill
+from octavo_worker.backends.gather import Gather, bits_of, gather_decode, gather_prefill
 from octavo_worker.sampling import SamplingTensors
 
 
@@ -57,6 +58,7 @@ class CpuBackend:
         slot_mapping: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        kv_scales: KvScales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = cos_sin[positions].unbind(dim=1)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -64,8 +66,12 @@ class CpuBackend:
         # Tokens without a slot go to the null block, whose content is never read.
         slots = slot_mapping.clamp(min=0)
         blocks, offsets = slots // block_size, slots % block_size
-        k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
-        v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+        if kv_scales is None:
+            k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
+            v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+        else:
+            bits_of(k_cache)[blocks, :, offsets] = _in_8_bits(k, kv_scales.k, k_cache.dtype)
+            bits_of(v_cache)[blocks, :, offsets] = _in_8_bits(v, kv_scales.v, v_cache.dtype)
         return q, k
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -153,6 +159,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
 
 
+def _in_8_bits(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bits (uint8) of x [T, K, D] / scale [K]: within what `dtype` reaches, NaN as 0."""
+    most = torch.finfo(dtype).max
+    return bits_of((x.float() / scale[:, None]).nan_to_num(0.0).clamp(-most, most).to(dtype))
+
+
 def _attend(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -162,11 +174,15 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of q [S', K or H, queries, D] over gathered contexts; the same shape."""
     shape = (q.shape[0], k_cache.shape[1], -1, q.shape[-1])
-    k = k_cache.flatten(0, 1).flatten(1).index_select(0, gather.index)
-    v = v_cache.flatten(0, 1).flatten(1).index_select(0, gather.index)
+    k = bits_of(k_cache).flatten(0, 1).flatten(1).index_select(0, gather.index)
+    v = bits_of(v_cache).flatten(0, 1).flatten(1).index_select(0, gather.index)
     k.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
     v.view(-1, q.shape[-1]).index_fill_(0, gather.unused, 0.0)
     k, v = k.view(shape), v.view(shape)
+    if options.kv_scales is not None:
+        k = k.view(k_cache.dtype).to(q.dtype) * options.kv_scales.k.to(q.dtype)[:, None, None]
+        v = v.view(v_cache.dtype).to(q.dtype) * options.kv_scales.v.to(q.dtype)[:, None, None]
+        gather = replace(gather, mask=gather.mask.to(q.dtype))
     if options.soft_cap is not None:
         return _attend_capped(q, k, v, gather.mask, options.scale, options.soft_cap)
     return F.scaled_dot_product_attention(

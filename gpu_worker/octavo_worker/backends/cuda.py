@@ -10,13 +10,14 @@ from octavo_kernels import (
     gelu_mul,
     moe,
     paged_decode,
+    paged_kv,
     paged_prefill,
     rms_norm,
     rope_and_cache,
     sample,
     silu_mul,
 )
-from octavo_worker.attention_inputs import AttentionOptions, StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, KvScales, StepInputs
 from octavo_worker.sampling import SamplingTensors
 
 
@@ -47,9 +48,11 @@ class CudaBackend:
         slot_mapping: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        kv_scales: KvScales | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return rope_and_cache.rope_and_cache(
-            q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache
+            *(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache),
+            kv_scales=_kernels_scales(kv_scales),
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -94,6 +97,7 @@ class CudaBackend:
             options.scale,
             window=options.window,
             soft_cap=options.soft_cap,
+            kv_scales=_kernels_scales(options.kv_scales),
         )
 
     def decode_attention(
@@ -113,6 +117,7 @@ class CudaBackend:
             options.scale,
             window=options.window,
             soft_cap=options.soft_cap,
+            kv_scales=_kernels_scales(options.kv_scales),
             work=self._work_list(inputs, k_cache.shape[1], options.window),
         )
 
@@ -143,3 +148,7 @@ class CudaBackend:
                 inputs.decode_context_lens, num_kv_heads, window=window
             )
         return self._work[window]
+
+
+def _kernels_scales(scales: KvScales | None) -> paged_kv.KvScales | None:
+    return None if scales is None else paged_kv.KvScales(*scales)

@@ -84,6 +84,11 @@ def gather_prefill(inputs: StepInputs, cache: torch.Tensor, window: int | None) 
     return gathers
 
 
+def bits_of(cache: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as uint8, which torch can index; any other dtype as it is."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+
+
 def _first_block(query: int, window: int | None, block_size: int) -> int:
     """The table's column of the first key that the query at this position sees."""
     return 0 if window is None else max(query - window + 1, 0) // block_size
@@ -104,7 +109,8 @@ def _index(block_table: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 def _mask(is_seen: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """0 where `is_seen`, else -inf; made once a step, where a bool is converted in each layer."""
-    return torch.zeros(is_seen.shape, dtype=cache.dtype).masked_fill_(~is_seen, -torch.inf)
+    dtype = torch.float32 if cache.dtype.itemsize == 1 else cache.dtype
+    return torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
 
 
 def _unused(is_used: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

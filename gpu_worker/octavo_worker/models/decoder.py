@@ -11,6 +11,7 @@ heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import KvScales, StepInputs
 from octavo_worker.models.config import ModelConfig
 from octavo_worker.models.linear import DenseMaker, LinearMaker, Split, Weights
 from octavo_worker.models.mlp import GatedMlp, Mlp
@@ -193,6 +194,15 @@ class Model:
             norms += layer.norms().values()
         return num_bytes + sum(norm.nbytes for norm in norms)
 
+    def scale_kv(self) -> None:
+        """From now on `forward` takes caches of 8-bit floats, with a scale a kv head.
+
+        Scales are 1: keys and values of models lie well within what e4m3 reaches.
+        """
+        for layer in self.layers:
+            k, v = torch.ones(2, self.config.num_kv_heads, device=self.device)
+            layer.options = replace(layer.options, kv_scales=KvScales(k, v))
+
     def forward(
         self,
         inputs: StepInputs,
@@ -253,7 +263,8 @@ class Model:
             q = _norm_heads(q, layer.q_norm, config.rms_norm_eps, backend)
             k = _norm_heads(k, layer.k_norm, config.rms_norm_eps, backend)
         q, k = backend.rope_and_cache(
-            q, k, v, layer.cos_sin, inputs.positions, inputs.slot_mapping, k_cache, v_cache
+            *(q, k, v, layer.cos_sin, inputs.positions, inputs.slot_mapping, k_cache, v_cache),
+            kv_scales=layer.options.kv_scales,
         )
         num_prefill = inputs.num_prefill_tokens
         parts: list[Tensor] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from octavo_worker.attention_inputs import AttentionOptions, StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, KvScales, StepInputs
 from octavo_worker.backends import Backend
 from octavo_worker.models import Model
 from octavo_worker.sampling import SamplingTensors
@@ -47,7 +47,9 @@ class DenseBackend:
         slot_mapping: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        kv_scales: KvScales | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert kv_scales is None
         half, block_size = cos_sin.shape[2], k_cache.shape[2]
 
         def rotate(x: Tensor, position: int) -> Tensor:
