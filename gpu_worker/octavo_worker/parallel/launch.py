@@ -51,6 +51,7 @@ class Fellows:
         self._have_started = threading.Event()
         self._have_joined = threading.Event()
         self._children: list[subprocess.Popen[bytes]] = []
+        self._start_error: OSError | None = None
         key = secrets.token_hex() if place.is_alone else key_of(settings)
         door = Door(key.encode(), on_loopback=place.is_alone)
         self.store = open_store(place)
@@ -64,6 +65,8 @@ class Fellows:
         args = (specs,)
         threading.Thread(target=self._hold, args=args, name="ranks", daemon=True).start()
         self._have_started.wait()
+        if self._start_error is not None:
+            raise UnavailableError(f"a rank can't be started: {self._start_error}")
         try:
             self.links = self._accept(door, place.share.size - 1)
         finally:
@@ -106,15 +109,18 @@ class Fellows:
     # The thread that holds them -------------------------------------------------------
 
     def _hold(self, specs: list[tuple[list[str], dict[str, str]]]) -> None:
-        for command, environment in specs:
-            child = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C reaches rank 0 alone: the others have to compute until it has drained.
-                start_new_session=True,
-            )
-            self._children.append(child)
+        try:
+            for command, environment in specs:
+                child = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C reaches rank 0 alone: the others compute until it has drained.
+                    start_new_session=True,
+                )
+                self._children.append(child)
+        except OSError as error:
+            self._start_error = error
         self._have_started.set()
         self._have_joined.wait()
         link = wait_hang_up(self.links)
