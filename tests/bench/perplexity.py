@@ -201,6 +201,7 @@ FORMS = (
     Form("FP8, one scale a layer (AutoFP8)", 1.005, 1.2, save_fp8(per_channel=False)),
     Form("FP8, one an output (llm-compressor)", 1.005, 1.2, save_fp8(per_channel=True)),
     Form("FP8, rounded at load", 1.005, 1.2, settings={"quantization": "fp8"}),
+    Form("FP8 keys and values", 1.0005, 1.05, settings={"kv_cache_dtype": "fp8"}),
 )
 
 
