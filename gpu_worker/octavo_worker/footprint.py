@@ -5,7 +5,7 @@ earnest: the numbers are the worker's own. Must not know: cards, services. Entry
 `footprint`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,19 @@ def footprint(
     dtype: str = "auto",
     max_model_len: int = 0,
     quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> Footprint:
     """Of the model in `folder` on a card; arguments and errors as in `models.load_any_model`."""
     is_known = find_family(read_json(folder / "config.json")) is not None
     if impl == "native" or (impl == "auto" and is_known):
-        return _native(folder, dtype, max_model_len, quantization)
-    if quantization != "auto":
-        raise ConfigurationError(
-            f"--quantization {quantization}: models in transformers' code stay as they are",
-            param="quantization",
-        )
+        planned = _native(folder, dtype, max_model_len, quantization)
+        return planned if kv_cache_dtype == "auto" else _with_fp8_cache(planned)
+    for name, value in (("quantization", quantization), ("kv-cache-dtype", kv_cache_dtype)):
+        if value != "auto":
+            raise ConfigurationError(
+                f"--{name} {value}: models in transformers' code have none",
+                param=name.replace("-", "_"),
+            )
     return _fallback(folder, dtype, max_model_len)
 
 
@@ -108,6 +111,12 @@ def _native(folder: Path, dtype: str, max_model_len: int, quantized: str) -> Foo
         max_model_len=config.max_model_len,
         shape=config,
     )
+
+
+def _with_fp8_cache(planned: Footprint) -> Footprint:
+    dtype = torch.float8_e4m3fn
+    per_token = kv_bytes_per_token(planned.shape, dtype)
+    return replace(planned, kv_bytes_per_token=per_token, kv_dtype=_name(dtype))
 
 
 def _fallback(folder: Path, dtype: str, max_model_len: int) -> Footprint:

@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
     )
     wish = Wish(
         tensor_parallel=arguments.tensor_parallel,
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     add("--model-impl", default="auto", choices=("auto", "native", "transformers"))
     add("--quantization", default="auto", choices=("auto", "fp8"))
+    add("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     add("--max-model-len", type=_count, default=0, metavar="LEN", help="0 = the model's")
     add("--max-num-seqs", type=_count, default=0, metavar="SEQS", help="0 = suggest")
     add("--context-tokens", type=_some, default=2048, metavar="TOKENS", help="typical [2048]")
@@ -126,7 +128,7 @@ def _settings(arguments: argparse.Namespace, footprint: Any, plan: CardPlan) -> 
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "kv_cache_memory": f"{plan.kv_cache_bytes // (1 << 20)}MiB",
     }
-    for name in ("dtype", "model_impl", "quantization"):
+    for name in ("dtype", "model_impl", "quantization", "kv_cache_dtype"):
         if getattr(arguments, name) != "auto":
             settings[name] = getattr(arguments, name)
     if arguments.max_model_len or plan.max_model_len < footprint.max_model_len:

@@ -112,10 +112,22 @@ def test_layers_rounded_to_8_bit_floats(tmp_path: Path) -> None:
     assert planned.params_per_token == footprint(folder).params_per_token
 
 
-def test_models_in_transformers_code_are_not_rounded(tmp_path: Path) -> None:
+def test_caches_of_8_bit_floats(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, dtype=torch.bfloat16)
+    planned = footprint(folder, kv_cache_dtype="fp8")
+    settings = WorkerSettings(num_kv_blocks=100, kv_cache_dtype="fp8")
+    model = load_any_model(folder, dtype="bfloat16")
+    size = size_kv_cache(model.config, settings, torch.device("cpu"), 512)
+    assert planned.kv_bytes_per_token == size.bytes_per_token
+    assert planned.kv_bytes_per_token * 2 == footprint(folder).kv_bytes_per_token
+    assert planned.kv_dtype == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])
+def test_models_in_transformers_code_have_no_8_bit_floats(name: str, tmp_path: Path) -> None:
     save_fallback_model(tmp_path, "olmo2")
-    with pytest.raises(ConfigurationError, match="--quantization fp8"):
-        footprint(tmp_path, quantization="fp8")
+    with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')} fp8"):
+        footprint(tmp_path, **{name: "fp8"})
 
 
 def test_shapes_that_depend_on_values_are_refused(tmp_path: Path) -> None:

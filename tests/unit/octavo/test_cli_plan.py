@@ -135,6 +135,7 @@ def test_what_was_asked_for_is_among_the_settings(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {"dtype": "float16", "quantization": "fp8", "max_model_len": 256, "block_size": 32}
+    asked |= {"kv_cache_dtype": "fp8"}
     flags = [text for key, value in asked.items() for text in (_flag(key), str(value))]
     assert octavo(["plan", str(tiny), "--gpu", "L4", "--json", *flags]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
