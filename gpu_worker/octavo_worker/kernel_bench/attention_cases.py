@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from octavo_kernels.fp8_gemm import E4M3
 from octavo_kernels.paged_decode import decode_work_list, paged_decode
+from octavo_kernels.paged_kv import KvScales
 from octavo_kernels.paged_prefill import paged_prefill
 from octavo_kernels.rope_and_cache import rope_and_cache
 from octavo_worker.kernel_bench.case import Call, Case, num_sets
@@ -32,11 +34,14 @@ def _decode_cases() -> Iterator[Case]:
     yield _decode("gqa 128 ragged", ragged, 8)
     for num_rows in (16, 64):
         yield _decode(f"mha {num_rows} x 2048", [2048] * num_rows, 32)
+    for kv_heads, name in ((8, "gqa"), (32, "mha")):
+        yield _decode(f"{name} 64 x 2048 fp8", [2048] * 64, kv_heads, in_8_bits=True)
 
 
-def _decode(shape: str, contexts: list[int], kv_heads: int) -> Case:
+def _decode(shape: str, contexts: list[int], kv_heads: int, *, in_8_bits: bool = False) -> Case:
     total, num_rows = sum(contexts), len(contexts)
-    num_bytes = _kv_bytes(total, kv_heads) + 2 * num_rows * _HEADS * _HEAD_DIM * _ITEM
+    kv_bytes = _kv_bytes(total, kv_heads) // (2 if in_8_bits else 1)
+    num_bytes = kv_bytes + 2 * num_rows * _HEADS * _HEAD_DIM * _ITEM
 
     def make() -> list[Call]:
         return [call() for _ in range(num_sets(num_bytes))]
@@ -45,9 +50,15 @@ def _decode(shape: str, contexts: list[int], kv_heads: int) -> Case:
         lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
         q = _random(num_rows, _HEADS, _HEAD_DIM)
         k_cache, v_cache, table = _paged(contexts, kv_heads)
+        scales = None
+        if in_8_bits:
+            k_cache, v_cache = k_cache.to(E4M3), v_cache.to(E4M3)
+            scales = KvScales(*torch.ones(2, kv_heads, device="cuda"))
         # Once a step, for all its layers.
         work = decode_work_list(lens, kv_heads)
-        return lambda: paged_decode(q, k_cache, v_cache, table, lens, _SCALE, work=work)
+        return lambda: paged_decode(
+            q, k_cache, v_cache, table, lens, _SCALE, kv_scales=scales, work=work
+        )
 
     return Case(f"paged_decode {shape}", num_bytes, 4 * _HEADS * _HEAD_DIM * total, make)
 

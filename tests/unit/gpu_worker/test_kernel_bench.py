@@ -27,6 +27,8 @@ def test_bytes_and_operations_are_those_of_the_shapes() -> None:
     assert decode.flops == 64 * 2048 * 32 * 128 * 4
     mha = CASES["paged_decode mha 64 x 2048"]
     assert mha.num_bytes == 64 * 2048 * 16_384 + 64 * 2 * 8192
+    fp8 = CASES["paged_decode mha 64 x 2048 fp8"]
+    assert fp8.num_bytes == 64 * 2048 * 8192 + 64 * 2 * 8192
     prefill = CASES["paged_prefill fresh 4096"]
     assert prefill.flops == 4 * 32 * 128 * (4096 * 4097 // 2)
     assert prefill.num_bytes == 4096 * (4096 + 2 * 8192)
