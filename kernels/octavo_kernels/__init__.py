@@ -3,7 +3,7 @@
 One file per kernel: formula and paper, the kernel, a launcher with shape checks, and
 `<name>_reference` in plain torch, which the tests and the benchmarks compare with. Import each
 from its module (`from octavo_kernels.rms_norm import rms_norm`). Read first: `launch`, then
-`silu_mul` (the smallest), `paged_kv` and `paged_decode`.
+`gated_mul` (the smallest), `paged_kv` and `paged_decode`.
 
 Shape legend of the whole package: T tokens of a step, S rows that decode or are sampled,
 C prefill chunks, H query heads, K kv heads, G = H / K, D head dim, R rotated dims, N blocks,

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo_kernels.gelu_mul import gelu_mul, gelu_mul_reference
+from octavo_kernels.gated_mul import (
+    gelu_mul,
+    gelu_mul_reference,
+    silu_mul,
+    silu_mul_reference,
+)
 from octavo_kernels.paged_decode import decode_work_list, paged_decode, paged_decode_reference
 from octavo_kernels.paged_prefill import paged_prefill, paged_prefill_reference
 from octavo_kernels.rms_norm import (
@@ -19,7 +24,6 @@ from octavo_kernels.rms_norm import (
 )
 from octavo_kernels.rope_and_cache import rope_and_cache, rope_and_cache_reference
 from octavo_kernels.sample import sample, sample_reference
-from octavo_kernels.silu_mul import silu_mul, silu_mul_reference
 from tests.kernels.cases import (
     NULL_BLOCK,
     far_apart,

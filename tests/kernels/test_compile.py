@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo_kernels.gelu_mul import gelu_mul_launch
+from octavo_kernels.gated_mul import gated_mul_launch
 from octavo_kernels.launch import Launch
 from octavo_kernels.paged_decode import WorkList, paged_decode_launches, work_list_launch
 from octavo_kernels.paged_prefill import paged_prefill_launch
@@ -16,7 +16,6 @@ from octavo_kernels.read_probe import read_probe_launch
 from octavo_kernels.rms_norm import rms_norm_launch
 from octavo_kernels.rope_and_cache import rope_and_cache_launch
 from octavo_kernels.sample import sample_launch
-from octavo_kernels.silu_mul import silu_mul_launch
 from tests.kernels.cases import BLOCK_SIZES, HEAD_DIMS, case_id, pairwise
 from tests.kernels.compiled import MAX_SHARED_BYTES, Resources, compile_launch
 
@@ -105,8 +104,9 @@ def test_rms_norm(dtype: torch.dtype, hidden: int) -> None:
 @pytest.mark.parametrize("width", [1536, 14336])
 def test_gated_mul(dtype: torch.dtype, width: int) -> None:
     gate_up = _tensor(NUM_TOKENS, 2 * width, dtype=dtype)
-    _check(silu_mul_launch(_tensor(NUM_TOKENS, width, dtype=dtype), gate_up))
-    _check(gelu_mul_launch(_tensor(NUM_TOKENS, width, dtype=dtype), gate_up))
+    out = _tensor(NUM_TOKENS, width, dtype=dtype)
+    _check(gated_mul_launch(out, gate_up, is_gelu=False))
+    _check(gated_mul_launch(out, gate_up, is_gelu=True))
 
 
 @pytest.mark.parametrize(

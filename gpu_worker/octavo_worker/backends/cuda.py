@@ -7,7 +7,7 @@ kernels' matter. Must not know: plans, models. Entry point: `CudaBackend`.
 import torch
 
 from octavo_kernels import (
-    gelu_mul,
+    gated_mul,
     moe,
     paged_decode,
     paged_kv,
@@ -15,7 +15,6 @@ from octavo_kernels import (
     rms_norm,
     rope_and_cache,
     sample,
-    silu_mul,
 )
 from octavo_worker.attention_inputs import AttentionOptions, KvScales, StepInputs
 from octavo_worker.sampling import SamplingTensors
@@ -56,10 +55,10 @@ class CudaBackend:
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul.silu_mul(gate_up)
+        return gated_mul.silu_mul(gate_up)
 
     def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gelu_mul.gelu_mul(gate_up)
+        return gated_mul.gelu_mul(gate_up)
 
     def experts(
         self,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from octavo_kernels.gated_mul import silu_mul
 from octavo_kernels.rms_norm import add_rms_norm, rms_norm
 from octavo_kernels.sample import sample
-from octavo_kernels.silu_mul import silu_mul
 from octavo_worker.kernel_bench.case import Call, Case, num_sets
 
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 4096, 14_336, 128_256
