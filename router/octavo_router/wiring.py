@@ -54,6 +54,8 @@ _OTHER_FILES = 256
 # After SIGTERM: time for load balancers to see that this router isn't ready any more.
 _UNREADY_S = 0.2
 _FINISH_POLL_S = 0.05
+# For calls that came in as a gRPC server was told to stop: to be refused in words.
+_LAST_CALLS_S = 1.0
 
 
 async def run_router(settings: RouterSettings) -> None:
@@ -164,14 +166,14 @@ async def _finish_grpc(num_running: Callable[[], int], server: GrpcServer, grace
     """Go on accepting, to refuse in words, while answers run; then end.
 
     A server that was told to stop may leave a call that comes in that very moment unanswered for
-    the whole grace that it was given.
+    the whole grace that it was given, which is short for that; the call then ends as CANCELLED.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + grace_s
     await asyncio.sleep(min(_UNREADY_S, grace_s))
     while num_running() and loop.time() < end:  # noqa: ASYNC110 - no event to keep
         await asyncio.sleep(_FINISH_POLL_S)
-    await server.stop(min(_UNREADY_S, grace_s))
+    await server.stop(min(_LAST_CALLS_S, grace_s))
 
 
 async def _follow_readiness(service: Service, server: GrpcServer) -> None:

@@ -93,9 +93,12 @@ async def over_grpc(
     except grpc.aio.AioRpcError as error:
         reason = f"{error.code().name}: {error.details()}"
         is_begun = any(choice.token_ids for choice in attempt.choices)
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not (
+        is_lost = error.code() is grpc.StatusCode.UNAVAILABLE and not (
             is_begun and "scheduler" in (error.details() or "")
-        ):
+        )
+        # Nobody here cancels: the call met a server's last moment, which gRPC answers so.
+        is_lost |= error.code() is grpc.StatusCode.CANCELLED and not is_begun
+        if is_lost:
             raise BrokenError(attempt, reason) from None
         attempt.error = reason
     return attempt

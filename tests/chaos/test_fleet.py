@@ -16,6 +16,7 @@ from tests.chaos.fleet import Fleet
 from tests.chaos.mix import Mix, Outcome, mixed_rounds
 
 NUM_STREAMS, MAX_TOKENS = 40, 60
+NUM_TRIES = 5
 FLAGS = ("--check-integrity", "1")
 MOVES, RECOMPUTED = "octavo_router_moves_total", "octavo_recomputed_tokens_total"
 # What strikes together, in this order; most ways to fail are in one of them.
@@ -51,21 +52,32 @@ def test_streams_survive(mix: Mix, names: Sequence[str]) -> None:
         assert outcome.num_retries
 
 
-@pytest.mark.parametrize(
-    "names", [("redis frozen", "scheduler killed"), ("scheduler told to go",)], ids=" + ".join
-)
-def test_streams_and_caches_survive(mix: Mix, names: Sequence[str]) -> None:
-    """The scheduler that takes over finds in the workers' caches what the lost one had there."""
+def take_over(mix: Mix, names: Sequence[str]) -> tuple[float, float]:
+    """(streams that moved, tokens that the scheduler which took over computed again)."""
     fleet = mix.fleet
     processes = [service.process for service in fleet.of_kind("scheduler")]
     recomputed = {name: fleet.sum_of(RECOMPUTED, name) for name in fleet.num_led()}
     num_moves = fleet.sum_of(MOVES, "router")
     disturb(mix, [[FAULTS[name] for name in names]])
-    num_moves = fleet.sum_of(MOVES, "router") - num_moves
     (heir,) = (name for name in recomputed if fleet.services[name].process in processes)
+    num_recomputed = fleet.sum_of(RECOMPUTED, heir) - recomputed[heir]
+    return fleet.sum_of(MOVES, "router") - num_moves, num_recomputed
+
+
+@pytest.mark.parametrize(
+    "names", [("redis frozen", "scheduler killed"), ("scheduler told to go",)], ids=" + ".join
+)
+def test_streams_and_caches_survive(mix: Mix, names: Sequence[str]) -> None:
+    """The scheduler that takes over finds in the workers' caches what the lost one had there."""
+    num_moves, num_recomputed = take_over(mix, names)
+    for _ in range(NUM_TRIES - 1):
+        if num_moves:
+            break
+        # Streams of one length start and end together: it may strike when none is under way.
+        num_moves, num_recomputed = take_over(mix, names)
     assert num_moves
     # A few blocks were not sealed yet. Without a cache it were all of prompt and answer.
-    assert fleet.sum_of(RECOMPUTED, heir) - recomputed[heir] < NUM_SHARED * num_moves
+    assert num_recomputed < NUM_SHARED * num_moves
 
 
 @pytest.mark.slow
