@@ -55,7 +55,7 @@ _OTHER_FILES = 256
 _UNREADY_S = 0.2
 _FINISH_POLL_S = 0.05
 # For calls that came in as a gRPC server was told to stop: to be refused in words.
-_LAST_CALLS_S = 1.0
+_LAST_CALLS_S = 0.5
 
 
 async def run_router(settings: RouterSettings) -> None:
