@@ -11,6 +11,7 @@
 know: any service. Entry points: `Client`, `AsyncClient`.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -208,6 +209,10 @@ class AsyncStream:
                 yield delta_of(message)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
+        except asyncio.CancelledError:
+            # Not always done by itself: see `octavo.streams.ending`.
+            self._call.cancel()
+            raise
 
     async def close(self) -> None:
         """Cancel the generation if it still runs."""

@@ -27,6 +27,7 @@ from octavo.errors import (
     OverloadedError,
     UnavailableError,
 )
+from octavo.streams import ending
 from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from octavo.wire_version import check_wire_version
 from octavo_router.flights import CancelReason, Finish, Flight
@@ -128,16 +129,15 @@ class Session:
 
         Raises grpc.RpcError, UnavailableError.
         """
-        call = self._stub.Watch(scheduler_pb2.SchedulerWatchRequest(interval_ms=interval_ms))
-        try:
-            async for response in call:
-                yield response.picture_json
-        except asyncio.CancelledError:
-            if is_own_cancellation():
-                raise
-            raise UnavailableError(f"scheduler {self.address} cancelled Watch") from None
-        finally:
-            call.cancel()
+        request = scheduler_pb2.SchedulerWatchRequest(interval_ms=interval_ms)
+        with ending(self._stub.Watch(request)) as call:
+            try:
+                async for response in call:
+                    yield response.picture_json
+            except asyncio.CancelledError:
+                if is_own_cancellation():
+                    raise
+                raise UnavailableError(f"scheduler {self.address} cancelled Watch") from None
 
     def _post(self, message: scheduler_pb2.SchedulerSessionRequest) -> None:
         self._outbox.append(message)

@@ -1,12 +1,16 @@
 """Streams end on both sides, whenever their reader leaves."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc.aio
 import pytest
 
+from octavo.client import AsyncStream
 from octavo.streams import ending, first_of
+
+Call = grpc.aio.UnaryStreamCall[Any, Any]
 
 NUM_LEAVERS = 10
 
@@ -40,7 +44,18 @@ class Endless:
         return server, f"127.0.0.1:{port}"
 
 
-async def leave_in_the_gap() -> None:
+async def read_ending(call: Call) -> None:
+    with ending(call):
+        async for _ in call:
+            pass
+
+
+async def read_as_client(call: Call) -> None:
+    async for _ in AsyncStream(call):
+        pass
+
+
+async def leave_in_the_gap(read_all: Callable[[Call], Awaitable[None]]) -> None:
     """Cancelled readers, each in the moment between its request's sending and its first read."""
     endless = Endless()
     server, address = await endless.start()
@@ -50,13 +65,12 @@ async def leave_in_the_gap() -> None:
         me = asyncio.current_task()
         assert me is not None
         others = asyncio.all_tasks()
-        with ending(channel.unary_stream("/test.Endless/Stream")(b"x")) as call:
-            # Held, so that nothing but `ending` ends it.
-            calls.append(call)
-            (sending,) = asyncio.all_tasks() - others
-            sending.add_done_callback(lambda _: me.cancel())
-            async for _ in call:
-                pass
+        call = channel.unary_stream("/test.Endless/Stream")(b"x")
+        # Held, so that nothing but the reader ends it.
+        calls.append(call)
+        (sending,) = asyncio.all_tasks() - others
+        sending.add_done_callback(lambda _: me.cancel())
+        await read_all(call)
 
     async with grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()
@@ -69,8 +83,11 @@ async def leave_in_the_gap() -> None:
     await server.stop(None)
 
 
-def test_a_reader_that_leaves_before_its_first_message_ends_its_call_on_the_server() -> None:
-    asyncio.run(leave_in_the_gap())
+@pytest.mark.parametrize("read_all", [read_ending, read_as_client])
+def test_a_reader_that_leaves_before_its_first_message_ends_its_call_on_the_server(
+    read_all: Callable[[Call], Awaitable[None]],
+) -> None:
+    asyncio.run(leave_in_the_gap(read_all))
 
 
 def test_the_first_to_end_ends_the_others() -> None:
