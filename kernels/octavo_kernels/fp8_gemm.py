@@ -67,7 +67,9 @@ def _quantize_rows_kernel(
     for start in range(0, width, TILE):
         column = start + tl.arange(0, TILE)
         values = tl.load(source + column, mask=column < width, other=0.0).to(tl.float32)
-        rounded = tl.clamp(tl.div_rn(values, scale), -LARGEST, LARGEST).to(out.dtype.element_ty)
+        rounded = tl.clamp(
+            tl.div_rn(values, scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL
+        ).to(out.dtype.element_ty)
         tl.store(out + offset64(row, width) + column, rounded, mask=column < width)
 
 
