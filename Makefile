@@ -27,8 +27,8 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install format lint protos check-protos docs check-docs check-manifests test \
-	test-unit test-kernels test-e2e test-chaos test-slow test-gpu test-compose bench serve up \
-	down clean
+	test-unit test-kernels test-e2e test-chaos test-slow test-gpu test-gpu-lives \
+	test-gpu-others test-compose bench serve up down clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -102,8 +102,20 @@ test-chaos: install ## kill things, short form
 test-slow: install ## the long forms
 	$(PYTEST) tests -m "slow and not gpu and not docker and not interpreter"
 
-test-gpu: install ## what needs a CUDA card
-	$(PYTEST) tests -m gpu
+# The engine's random minutes run beside the kernels' tests, which Triton's compiler holds up: these
+# take the cores that are left. One thread each: the processes are many.
+RANDOM_LIVES := tests/e2e/test_random_lives.py
+GPU_PYTEST = OMP_NUM_THREADS=1 $(PYTEST) -m gpu -p no:benchmark
+GPU_JOBS ?= 11
+
+test-gpu: install ## what needs a CUDA card: 8 minutes on 16 cores; GPU_JOBS=11 processes and 5
+	@$(MAKE) --no-print-directory --output-sync=target -j 2 test-gpu-lives test-gpu-others
+
+test-gpu-lives:
+	$(GPU_PYTEST) -rP -n 5 $(RANDOM_LIVES)
+
+test-gpu-others:
+	$(GPU_PYTEST) -n $(GPU_JOBS) --dist worksteal tests --ignore=$(RANDOM_LIVES)
 
 test-compose: install ## build the images, run compose.yaml and the manifests' pods; needs a Docker engine
 	$(PYTEST) tests/compose -m docker

@@ -132,10 +132,10 @@ class SimulatedCell:
 
     # ---- workers
 
-    def attach(self, device: FakeDevice) -> Member:
+    def attach(self, device: FakeDevice, link: MemoryLink | None = None) -> Member:
         """A device joins, with what it has sealed."""
         device.reset()
-        link = MemoryLink(device)
+        link = link or MemoryLink(device)
         size = device.size
         capacity = Capacity(size.num_blocks, size.max_num_seqs, size.max_num_batched_tokens)
         name = f"w{len(self.members)}"
@@ -169,12 +169,13 @@ class SimulatedCell:
         deadline_ms: int | None = None,
         resumes: Sequence[Resume] = (),
         trace: SubmissionTrace | None = None,
+        sampling: common_pb2.SamplingParams | None = None,
     ) -> int:
-        """Submit and return the handle; `seed` None is greedy."""
+        """Submit and return the handle; `seed` None is greedy, `sampling` outranks it."""
         handle = self._next_handle
         self._next_handle += 1
         ids = np.array(prompt, np.uint32)
-        sampling = sampling_of(seed, ending_ids, logprobs)
+        sampling = sampling or sampling_of(seed, ending_ids, logprobs)
         if prompt_logprobs:
             sampling.prompt_logprobs = 0
         if presence_penalty:
