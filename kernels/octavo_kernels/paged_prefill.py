@@ -10,16 +10,18 @@ A program takes ROWS rows of one chunk and one kv head; a row is a (token, query
 pair, so keys are shared by a group whatever its size. Tiles of keys that all its tokens see need no
 mask; those on the diagonal follow. With a sliding window (a query sees the last `window` keys,
 itself included) the first tile starts at the first key that any row sees: none before it is read.
-"""
 
-from itertools import pairwise
+Chunks differ in length, so the work is a flat list: `prefill_work_list` cuts them into items on the
+card. Its size depends on shapes alone (a CUDA graph can hold it); surplus programs exit. Tokens
+behind the last chunk, which pad a captured step, get zeros.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.launch import Launch, cdiv, next_power_of_2, offset64
+from octavo_kernels.launch import Launch, next_power_of_2, offset64
 from octavo_kernels.paged_kv import (
     LOG2_E,
     KvScales,
@@ -31,16 +33,45 @@ from octavo_kernels.paged_kv import (
     scale_args,
 )
 
+_MIN_CHUNKS_PAD = 512  # fewer sizes, fewer compilations
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
+def _work_list_kernel(
+    items,
+    cu_seqlens_q,
+    num_tokens,
+    num_chunks,
+    TOKENS: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+):
+    item = tl.program_id(0)
+    # The tokens behind the last chunk are one more, the num_chunks-th.
+    chunk = tl.arange(0, CHUNKS_PAD)
+    start = tl.load(cu_seqlens_q + chunk, mask=chunk <= num_chunks, other=num_tokens)
+    end = tl.load(cu_seqlens_q + chunk + 1, mask=chunk < num_chunks, other=num_tokens)
+    num_items = (end - start + TOKENS - 1) // TOKENS
+    ends = tl.cumsum(num_items, axis=0)
+    # Only the item's own chunk contributes to the sums below; none does for a surplus item.
+    mine = (ends > item) & (ends - num_items <= item)
+    # The last tokens of a chunk see the most keys: the longest programs start first.
+    first = (ends - 1 - item) * TOKENS
+    tl.store(items + item * 2, tl.sum(tl.where(mine, chunk + 1, 0), axis=0) - 1)
+    tl.store(items + item * 2 + 1, tl.sum(tl.where(mine, first, 0), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _paged_prefill_kernel(
     out,  # [T, H, D]
     q,
     k_cache,
     v_cache,
     block_table,
+    items,
     cu_seqlens_q,
     context_lens,
+    num_tokens,
+    num_chunks,
     scale_log2,
     stride_q,
     stride_block,
@@ -59,15 +90,17 @@ def _paged_prefill_kernel(
     IS_SCALED: tl.constexpr,
 ):
     TOKENS: tl.constexpr = ROWS // G  # rows that are left over are masked
-    # The last tokens of a chunk see the most keys: the longest programs start first.
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
-    chunk = tl.program_id(1)
-    kv_head = tl.program_id(2)
-    q_start = tl.load(cu_seqlens_q + chunk)
-    q_len = tl.load(cu_seqlens_q + chunk + 1) - q_start
-    if first >= q_len:
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    chunk = tl.load(items + item * 2)
+    first = tl.load(items + item * 2 + 1)
+    if chunk < 0:
         return
-    history = tl.load(context_lens + chunk) - q_len
+    q_start = tl.load(cu_seqlens_q + chunk)
+    q_end = num_tokens
+    if chunk < num_chunks:
+        q_end = tl.load(cu_seqlens_q + chunk + 1)
+    q_len = q_end - q_start
 
     row = tl.arange(0, ROWS)
     token_in_chunk = first + row // G
@@ -76,6 +109,11 @@ def _paged_prefill_kernel(
     mask = is_live[:, None] & (dim < D)[None, :]
     head_offset = ((kv_head * G + row % G) * D)[:, None] + dim[None, :]
     token = q_start + token_in_chunk
+    target = out + offset64(token, K * G * D)[:, None] + head_offset
+    if chunk == num_chunks:
+        tl.store(target, tl.zeros([ROWS, D_PAD], out.dtype.element_ty), mask=mask)
+        return
+    history = tl.load(context_lens + chunk) - q_len
     query = tl.load(q + offset64(token, stride_q)[:, None] + head_offset, mask=mask, other=0.0)
     table = block_table + offset64(chunk, stride_table)
 
@@ -125,7 +163,6 @@ def _paged_prefill_kernel(
     result = acc / row_sum[:, None]
     if IS_SCALED:
         result = result * tl.load(v_scales + kv_head)
-    target = out + offset64(token, K * G * D)[:, None] + head_offset
     tl.store(target, result.to(query.dtype), mask=mask)
 
 
@@ -138,15 +175,54 @@ def _tiles(dtype: torch.dtype, head_dim_padded: int, group_size: int) -> tuple[i
     return 128, 32 if head_dim_padded > 64 else 64, 8, 3
 
 
+def _tokens_an_item(q: Tensor, num_kv_heads: int) -> int:
+    """Of q [T, H, D]."""
+    group_size = q.shape[1] // num_kv_heads
+    rows = _tiles(q.dtype, next_power_of_2(q.shape[2]), group_size)[0]
+    assert group_size <= rows, (group_size, rows)
+    return rows // group_size
+
+
+def prefill_work_list_launch(
+    items: Tensor, cu_seqlens_q: Tensor, num_tokens: int, tokens_an_item: int
+) -> Launch:
+    num_chunks = cu_seqlens_q.shape[0] - 1
+    return Launch(
+        kernel=_work_list_kernel,
+        grid=(items.shape[0],),
+        args=(items, cu_seqlens_q, num_tokens, num_chunks),
+        constants={
+            "TOKENS": tokens_an_item,
+            "CHUNKS_PAD": max(_MIN_CHUNKS_PAD, next_power_of_2(num_chunks + 1)),
+        },
+        num_warps=4,
+    )
+
+
+def prefill_work_list(q: Tensor, cu_seqlens_q: Tensor, num_kv_heads: int) -> Tensor:
+    """How the chunks of q [T, H, D] are cut: int32 [W, 2], (chunk, its first token in the chunk).
+
+    The same for every layer of a step. Tokens behind the last chunk are chunk C's, surplus items
+    chunk -1's.
+    """
+    tokens_an_item = _tokens_an_item(q, num_kv_heads)
+    num_tokens, num_chunks = q.shape[0], cu_seqlens_q.shape[0] - 1
+    # sum ceil(len / tokens) <= chunks + total / tokens, the tokens behind the last being one more.
+    num_items = num_chunks + 1 + num_tokens // tokens_an_item
+    items = torch.empty((num_items, 2), dtype=torch.int32, device=q.device)
+    prefill_work_list_launch(items, cu_seqlens_q, num_tokens, tokens_an_item).run()
+    return items
+
+
 def paged_prefill_launch(
     out: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
+    items: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
-    max_seqlen_q: int,
     scale: float,
     *,
     window: int | None = None,
@@ -157,12 +233,12 @@ def paged_prefill_launch(
     group_size = q.shape[1] // num_kv_heads
     head_dim_padded = next_power_of_2(head_dim)
     rows, tile, num_warps, num_stages = _tiles(q.dtype, head_dim_padded, group_size)
-    assert group_size <= rows, (group_size, rows)
     return Launch(
         kernel=_paged_prefill_kernel,
-        grid=(cdiv(max_seqlen_q, rows // group_size), context_lens.shape[0], num_kv_heads),
+        grid=(items.shape[0], num_kv_heads),
         args=(
-            *(out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens),
+            *(out, q, k_cache, v_cache, block_table, items, cu_seqlens_q, context_lens),
+            *(q.shape[0], context_lens.shape[0]),
             *(scale * LOG2_E, q.stride(0), k_cache.stride(0), block_table.stride(0)),
             *scale_args(kv_scales, q),
         ),
@@ -190,21 +266,21 @@ def paged_prefill(
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
-    max_seqlen_q: int,
     scale: float,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
     kv_scales: KvScales | None = None,
+    work: Tensor | None = None,
 ) -> Tensor:
-    """[T, H, D] in q's dtype.
+    """[T, H, D] in q's dtype; zeros for tokens behind the last chunk.
 
-    q: [T, H, D], the chunks one after another. cu_seqlens_q: int32 [C + 1], their borders in q.
-    k_cache, v_cache: [N, K, B, D]. block_table: int32 [C, M], read up to a chunk's context only.
-    context_lens: int32 [C], tokens before the chunk plus the chunk's. max_seqlen_q: at least the
-    longest chunk's tokens (the grid's size; the borders stay on the card). window: keys that a
-    query sees, itself included; soft_cap: scores become soft_cap * tanh(score / soft_cap).
-    kv_scales: of caches in 8 bits.
+    q: [T, H, D], the chunks one after another, some perhaps empty. cu_seqlens_q: int32 [C + 1],
+    their borders in q. k_cache, v_cache: [N, K, B, D]. block_table: int32 [C, M], read up to a
+    chunk's context only. context_lens: int32 [C], tokens before the chunk plus the chunk's.
+    window: keys that a query sees, itself included; soft_cap: scores become
+    soft_cap * tanh(score / soft_cap). kv_scales: of caches in 8 bits. work: from
+    `prefill_work_list`, if the caller shares one among the layers of a step.
     """
     check_cache(q, k_cache, v_cache, block_table, kv_scales)
     num_chunks = context_lens.shape[0]
@@ -212,10 +288,11 @@ def paged_prefill(
     assert cu_seqlens_q.shape == (num_chunks + 1,), (cu_seqlens_q.shape, num_chunks)
     assert cu_seqlens_q.dtype == context_lens.dtype == torch.int32
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if q.shape[0] and num_chunks:
+    if q.shape[0]:
+        if work is None:
+            work = prefill_work_list(q, cu_seqlens_q, k_cache.shape[1])
         paged_prefill_launch(
-            *(out, q, k_cache, v_cache, block_table, cu_seqlens_q, context_lens),
-            *(max_seqlen_q, scale),
+            *(out, q, k_cache, v_cache, block_table, work, cu_seqlens_q, context_lens, scale),
             window=window,
             soft_cap=soft_cap,
             kv_scales=kv_scales,
@@ -230,7 +307,6 @@ def paged_prefill_reference(
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     context_lens: Tensor,
-    max_seqlen_q: int,
     scale: float,
     *,
     window: int | None = None,
@@ -238,7 +314,6 @@ def paged_prefill_reference(
     kv_scales: KvScales | None = None,
 ) -> Tensor:
     borders = cu_seqlens_q.tolist()
-    assert max(b - a for a, b in pairwise(borders)) <= max_seqlen_q
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for chunk, length in enumerate(context_lens.tolist()):
         start, end = borders[chunk], borders[chunk + 1]

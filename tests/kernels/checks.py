@@ -3,6 +3,7 @@
 Called by the interpreter's and the card's tests with the cases of `cases`.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from octavo_kernels.gated_mul import (
     silu_mul_reference,
 )
 from octavo_kernels.paged_decode import decode_work_list, paged_decode, paged_decode_reference
-from octavo_kernels.paged_prefill import paged_prefill, paged_prefill_reference
+from octavo_kernels.paged_prefill import (
+    paged_prefill,
+    paged_prefill_reference,
+    prefill_work_list,
+)
 from octavo_kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -166,7 +171,9 @@ def check_paged_decode(case: dict[str, Any], device: str, *, min_chunk: int, lon
     assert bool((split[context_lens == 0] == 0).all())
 
 
-def check_paged_prefill(case: dict[str, Any], device: str, chunks: list[tuple[int, int]]) -> None:
+def check_paged_prefill(
+    case: dict[str, Any], device: str, chunks: list[tuple[int, int]], num_padding: int = 0
+) -> None:
     """`chunks`: (computed tokens before, tokens of the chunk)."""
     dtype, head_dim, num_kv_heads = case["dtype"], case["head_dim"], case["num_kv_heads"]
     window, options = case.get("window"), _options(case)
@@ -181,16 +188,15 @@ def check_paged_prefill(case: dict[str, Any], device: str, chunks: list[tuple[in
         first_seen=None if window is None else [history - window + 1 for history, _ in chunks],
     )
     borders = torch.tensor([0, *(length for _, length in chunks)]).cumsum(0)
-    num_tokens = int(borders[-1])
+    # Some tokens lie behind the last chunk: they get zeros.
+    num_tokens = int(borders[-1]) + num_padding
     num_heads = num_kv_heads * case["group_size"]
     q = strided_rows(normal(num_tokens, num_heads, head_dim, dtype=dtype, device=device, seed=8))
-    # The bound may be larger than the longest chunk.
-    max_seqlen_q = max(length for _, length in chunks) + case["block_size"]
     arguments = (
         *(q, kv.k_cache, kv.v_cache, kv.block_table),
         borders.to(device, torch.int32),
         torch.tensor(lengths, dtype=torch.int32, device=device),
-        *(max_seqlen_q, head_dim**-0.5),
+        head_dim**-0.5,
     )
     with poisoned_outputs():
         out = paged_prefill(*arguments, **options)
@@ -224,10 +230,10 @@ def check_far_caches(dtype: torch.dtype, device: str) -> None:
     borders = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     out = paged_decode(q[:1], k_cache, v_cache, table, lens, 0.1)
     assert_near(out, paged_decode_reference(q[:1], near_k, near_v, table, lens, 0.1))
-    out = paged_prefill(q, k_cache, v_cache, table, borders, lens, num_tokens, 0.1)
+    out = paged_prefill(q, k_cache, v_cache, table, borders, lens, 0.1)
     assert_near(
         out,
-        paged_prefill_reference(q, near_k, near_v, table, borders, lens, num_tokens, 0.1),
+        paged_prefill_reference(q, near_k, near_v, table, borders, lens, 0.1),
     )
     assert NULL_BLOCK not in blocks
 
@@ -386,6 +392,23 @@ def check_work_list(device: str) -> None:
             assert all(start >= end for _, start, end in items[offsets[-1] :])
 
 
+def check_prefill_work_list(device: str) -> None:
+    """Items cover every chunk's tokens once, the last ones first, and what lies behind them."""
+    for lengths, num_padding in (([1], 0), ([128, 0, 129, 63], 0), ([5, 300], 200), ([0], 7)):
+        borders = [0, *torch.tensor(lengths).cumsum(0).tolist(), sum(lengths) + num_padding]
+        q = torch.empty((borders[-1], 2, 64), dtype=torch.float16, device=device)
+        cu_seqlens_q = torch.tensor(borders[:-1], dtype=torch.int32, device=device)
+        with poisoned_outputs():
+            items = prefill_work_list(q, cu_seqlens_q, num_kv_heads=1).tolist()
+        expected = [
+            [chunk, first]
+            for chunk, (start, end) in enumerate(pairwise(borders))
+            for first in reversed(range(0, end - start, 64))
+        ]
+        assert items[: len(expected)] == expected
+        assert all(chunk == -1 for chunk, _ in items[len(expected) :])
+
+
 def check_empty_inputs(device: str) -> None:
     """No token, no row: empty results of the right shape."""
 
@@ -402,7 +425,7 @@ def check_empty_inputs(device: str) -> None:
     assert rope_and_cache(q, kv, kv, cos_sin, none, none, cache, cache)[0].shape == q.shape
     assert paged_decode(q, cache, cache, table, lens, 1.0).shape == q.shape
     borders = torch.zeros(1, dtype=torch.int32, device=device)
-    assert paged_prefill(q, cache, cache, table, borders, lens, 0, 1.0).shape == q.shape
+    assert paged_prefill(q, cache, cache, table, borders, lens, 1.0).shape == q.shape
     parameters = sampling_parameters(0, 1.0, 1.0, 0, 0.0, seed=0)
     parameters = {name: value.to(device) for name, value in parameters.items()}
     assert sample(empty(0, 9, dtype=torch.float32), **parameters).shape == (0,)

@@ -87,7 +87,7 @@ def check_attention(device: str, dtype: torch.dtype, head_dim: int) -> None:
 
     borders = torch.tensor([0, 1, 21, 24], dtype=torch.int32, device=device)
     q = normal(24, *shape, dtype=dtype, device=device, seed=58)
-    arguments = (q, *caches, kv.block_table, borders, context_lens, 32, head_dim**-0.5)
+    arguments = (q, *caches, kv.block_table, borders, context_lens, head_dim**-0.5)
     with poisoned_outputs():
         out = paged_prefill(*arguments, kv_scales=scales)
     assert_near(out, paged_prefill_reference(*arguments, kv_scales=scales))

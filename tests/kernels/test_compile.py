@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo_kernels.gated_mul import gated_mul_launch
 from octavo_kernels.launch import Launch
 from octavo_kernels.paged_decode import WorkList, paged_decode_launches, work_list_launch
-from octavo_kernels.paged_prefill import paged_prefill_launch
+from octavo_kernels.paged_prefill import paged_prefill_launch, prefill_work_list_launch
 from octavo_kernels.read_probe import read_probe_launch
 from octavo_kernels.rms_norm import rms_norm_launch
 from octavo_kernels.rope_and_cache import rope_and_cache_launch
@@ -155,8 +155,8 @@ def test_paged_prefill(case: dict) -> None:
     cache = _tensor(100, num_kv_heads, case["block_size"], head_dim, dtype=dtype)
     table = _int32(NUM_TOKENS, MAX_BLOCKS)
     launch = paged_prefill_launch(
-        *(q, q, cache, cache, table, _int32(NUM_TOKENS + 1), _int32(NUM_TOKENS)),
-        *(512, 0.125),
+        *(q, q, cache, cache, table, _int32(NUM_ITEMS, 2)),
+        *(_int32(NUM_TOKENS + 1), _int32(NUM_TOKENS), 0.125),
         window=case.get("window"),
         soft_cap=case.get("soft_cap"),
     )
@@ -166,6 +166,11 @@ def test_paged_prefill(case: dict) -> None:
 @pytest.mark.parametrize("window", [None, 4096])
 def test_work_list(window: int | None) -> None:
     _check(work_list_launch(_work(), _int32(NUM_TOKENS), window=window))
+
+
+def test_prefill_work_list() -> None:
+    borders = _int32(NUM_TOKENS + 1)
+    _check(prefill_work_list_launch(_int32(NUM_ITEMS, 2), borders, 512, 64))
 
 
 def test_read_probe() -> None:

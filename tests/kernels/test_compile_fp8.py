@@ -67,7 +67,9 @@ def test_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         q, *partial, q, cache, cache, table, work, 0.1, kv_scales=scales
     )
     assert "cp.async.cg.shared.global" in _check(attend)
-    launch = paged_prefill_launch(q, q, cache, cache, table, lens, lens, 512, 0.1, kv_scales=scales)
+    launch = paged_prefill_launch(
+        q, q, cache, cache, table, work.items, lens, lens, 0.1, kv_scales=scales
+    )
     assert "wgmma.mma_async" in _check(launch)
 
 

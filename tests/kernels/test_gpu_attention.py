@@ -39,7 +39,7 @@ def test_paged_prefill(case: dict[str, Any]) -> None:
     block_size = case["block_size"]
     ragged = [(0, 1), (5, 0), (0, block_size + 1), (block_size, block_size), (70, 2), (31, 45)]
     around_tiles = [(0, 127), (0, 128), (0, 129), (63, 65), (64, 64), (65, 63), (1000, 333)]
-    checks.check_paged_prefill(case, "cuda", ragged + around_tiles)
+    checks.check_paged_prefill(case, "cuda", ragged + around_tiles, num_padding=200)
 
 
 @pytest.mark.parametrize("case", WINDOWED, ids=case_id)
@@ -77,3 +77,4 @@ def test_offsets_beyond_32_bits(dtype: torch.dtype) -> None:
 
 def test_work_list_covers_every_token_once() -> None:
     checks.check_work_list("cuda")
+    checks.check_prefill_work_list("cuda")

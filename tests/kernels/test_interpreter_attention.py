@@ -24,7 +24,7 @@ def test_paged_decode(case: dict[str, Any]) -> None:
 def test_paged_prefill(case: dict[str, Any]) -> None:
     block_size = case["block_size"]
     ragged = [(0, 1), (5, 0), (0, block_size + 1), (block_size, block_size), (70, 2), (31, 45)]
-    checks.check_paged_prefill(case, "cpu", ragged)
+    checks.check_paged_prefill(case, "cpu", ragged, num_padding=77)
 
 
 @pytest.mark.parametrize("case", WINDOWED, ids=case_id)
@@ -79,3 +79,4 @@ def test_offsets_beyond_32_bits() -> None:
 
 def test_work_list_covers_every_token_once() -> None:
     checks.check_work_list("cpu")
+    checks.check_prefill_work_list("cpu")

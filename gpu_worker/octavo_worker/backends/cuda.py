@@ -28,6 +28,7 @@ class CudaBackend:
     def __init__(self) -> None:
         self._inputs: StepInputs | None = None
         self._work: dict[int | None, paged_decode.WorkList] = {}
+        self._prefill_work: torch.Tensor | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm.rms_norm(x, weight, eps)
@@ -92,11 +93,11 @@ class CudaBackend:
             inputs.prefill_block_table,
             inputs.cu_seqlens_q,
             inputs.prefill_context_lens,
-            inputs.max_seqlen_q,
             options.scale,
             window=options.window,
             soft_cap=options.soft_cap,
             kv_scales=_kernels_scales(options.kv_scales),
+            work=self._prefill_work_list(inputs, q, k_cache.shape[1]),
         )
 
     def decode_attention(
@@ -139,14 +140,28 @@ class CudaBackend:
         self, inputs: StepInputs, num_kv_heads: int, window: int | None
     ) -> paged_decode.WorkList:
         """How the step's contexts are cut: made once a step for all layers of one window."""
-        if inputs is not self._inputs:
-            self._inputs = inputs
-            self._work = {}
+        self._begin(inputs)
         if window not in self._work:
             self._work[window] = paged_decode.decode_work_list(
                 inputs.decode_context_lens, num_kv_heads, window=window
             )
         return self._work[window]
+
+    def _prefill_work_list(
+        self, inputs: StepInputs, q: torch.Tensor, num_kv_heads: int
+    ) -> torch.Tensor:
+        """How the step's chunks are cut: made once a step for all layers."""
+        self._begin(inputs)
+        if self._prefill_work is None:
+            borders = inputs.cu_seqlens_q
+            self._prefill_work = paged_prefill.prefill_work_list(q, borders, num_kv_heads)
+        return self._prefill_work
+
+    def _begin(self, inputs: StepInputs) -> None:
+        """Forget what belongs to another step."""
+        if inputs is not self._inputs:
+            self._inputs = inputs
+            self._work, self._prefill_work = {}, None
 
 
 def _kernels_scales(scales: KvScales | None) -> paged_kv.KvScales | None:

@@ -12,7 +12,7 @@ import torch
 from octavo_kernels.fp8_gemm import E4M3
 from octavo_kernels.paged_decode import decode_work_list, paged_decode
 from octavo_kernels.paged_kv import KvScales
-from octavo_kernels.paged_prefill import paged_prefill
+from octavo_kernels.paged_prefill import paged_prefill, prefill_work_list
 from octavo_kernels.rope_and_cache import rope_and_cache
 from octavo_worker.kernel_bench.case import Call, Case, num_sets
 
@@ -88,8 +88,8 @@ def _prefill(shape: str, chunks: Sequence[tuple[int, int]]) -> Case:
         k_cache, v_cache, table = _paged(lengths, kv_heads)
         borders = torch.tensor([0, *(new for _, new in chunks)], device="cuda").cumsum(0).int()
         lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        longest = max(new for _, new in chunks)
-        return lambda: paged_prefill(q, k_cache, v_cache, table, borders, lens, longest, _SCALE)
+        work = prefill_work_list(q, borders, kv_heads)
+        return lambda: paged_prefill(q, k_cache, v_cache, table, borders, lens, _SCALE, work=work)
 
     return Case(f"paged_prefill {shape}", num_bytes, 4 * _HEADS * _HEAD_DIM * num_pairs, make)
 
