@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from octavo.cli.measurement import RequestTiming
+from octavo.cli.measurement import RequestTiming, Run
+from octavo.cli.step_report import StepReport
 from octavo.cli.workloads import BenchRequest
 from octavo.errors import ContextLengthError
 from octavo.metrics import WorkerMetrics
@@ -50,9 +51,7 @@ class BareLoop:
         self._capacity = loaded.capacity
         self._block_size = loaded.spec.block_size
 
-    def run(
-        self, requests: Sequence[BenchRequest], sampling: Sampling, on_tokens: OnTokens
-    ) -> tuple[RequestTiming, ...]:
+    def run(self, requests: Sequence[BenchRequest], sampling: Sampling, on_tokens: OnTokens) -> Run:
         """Run `requests`, all submitted now. `on_tokens` is told of each step's new tokens.
 
         Raises ContextLengthError for a request that doesn't fit into the cache.
@@ -82,7 +81,7 @@ class BareLoop:
             on_tokens(batch.take(outcome, time.perf_counter()))
         while runner.poll() is not None:
             pass
-        return batch.timings
+        return Run(batch.timings, StepReport.of_steps(batch.steps_us, batch.gaps_us))
 
     def close(self) -> None:
         """End what else computes, if the model is shared by ranks."""
@@ -124,6 +123,8 @@ class _Batch:
         self._removed: list[int] = []
         self._plan_id = 0
         self._num_usable_blocks = num_blocks - 1
+        self.steps_us: list[int] = []
+        self.gaps_us: list[int] = []
 
     @property
     def is_done(self) -> bool:
@@ -146,7 +147,9 @@ class _Batch:
         )
 
     def take(self, outcome: StepOutcome, now_s: float) -> int:
-        """Note an outcome's tokens and ends; returns the number of tokens."""
+        """Note an outcome's times, tokens and ends; returns the number of tokens."""
+        self.steps_us.append(outcome.step_us)
+        self.gaps_us.append(outcome.gap_us)
         columns = (outcome.rows.tolist(), outcome.events.tolist())
         for row, event in zip(*columns, strict=True):
             assert event != RowEvent.ERROR, outcome.faults

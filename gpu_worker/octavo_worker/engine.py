@@ -184,11 +184,18 @@ class Engine:
         if is_launch:
             if self._trace is not None:
                 self._trace.launch(plan)
+            if arrived_ns is not None:
+                self._note_launch(arrived_ns)
             runner.submit(plan, arrived_ns)
             self._metrics.plan_lead.observe(max(num_queued, runner.num_steps_left(last_until)))
         if runner.num_in_flight >= self._max_in_flight or not is_launch:
             self._read()
         return True
+
+    def _note_launch(self, arrived_ns: int) -> None:
+        """A plan is about to be launched: how long it could have been already."""
+        since_ns = max(arrived_ns, self._runner.room_ns)
+        self._metrics.plan_launch.observe((time.perf_counter_ns() - since_ns) / 1e9)
 
     def _has_work(self) -> bool:
         has_step = self._plans or self._is_busy or self._can_repeat()

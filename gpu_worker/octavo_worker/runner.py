@@ -77,6 +77,8 @@ class Runner:
         self._last_done: torch.cuda.Event | None = None
         self._last_end_ns = 0
         self.sealed = SealedBlocks(limits.num_blocks)
+        # By perf_counter: when the last poll found its step done, so that one more may be launched.
+        self.room_ns = 0
         # Set by who wants to know where the time of each step goes.
         self.profile: StepProfile | None = None
 
@@ -176,6 +178,7 @@ class Runner:
             if not wait and not done.query():
                 return None
             done.synchronize()
+        self.room_ns = time.perf_counter_ns()
         step = self._pending.popleft()
         outcome = step.outcome()
         self._book.settle(outcome.rows, outcome.generations, outcome.events)

@@ -173,6 +173,11 @@ class WorkerMetrics(Metrics):
         self.plan_wait = self._tally(
             "plan_wait_seconds", "From a plan's arrival to its launch", STEP_BUCKETS_S
         )
+        self.plan_launch = self._tally(
+            "plan_launch_seconds",
+            "From when a plan was here and the device had room for its step, to its launch",
+            STEP_BUCKETS_S,
+        )
         self.plan_lead = self._tally(
             "plan_lead_steps",
             "Steps that can still run, when one is launched, before the scheduler is heard again",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.chrome_trace import Lane, Span, read_events, write_trace
-from octavo.cli.measurement import Run, percentiles
+from octavo.cli.measurement import Run
+from octavo.cli.percentiles import percentiles
 
 # More lanes than a screen holds help nobody.
 _MAX_CLIENTS = 8

@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from octavo.cli.chat_client import ChatClient
+from octavo.cli.event_loop import loop_factory
 from octavo.cli.openai_url import api_base, api_key
 from octavo.cli.serve_charts import histogram
 from octavo.cli.serve_client import Outcome, Server, send
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         check_matplotlib()
     allow_many_connections()
     bench = _Bench(options, [_server(options, label, url) for label, url in options.servers])
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(bench.run())
 
 
@@ -192,11 +193,3 @@ class _Watch:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.stop()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

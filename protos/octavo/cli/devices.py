@@ -13,7 +13,7 @@ def worker_environments(num_workers: int, backend: str, num_ranks: int = 1) -> l
     """The environment of each worker of `num_ranks` ranks: CPU threads shared out, cards dealt
     round, one for each rank."""
     devices = [] if backend == "cpu" else visible_devices()
-    threads = max(1, _num_cores() // (num_workers * num_ranks))
+    threads = max(1, num_cores() // (num_workers * num_ranks))
     environments: list[dict[str, str]] = []
     for index in range(num_workers):
         environment = {} if _THREADS in os.environ else {_THREADS: str(threads)}
@@ -52,7 +52,7 @@ def visible_devices() -> list[str]:
     return [str(index) for index in range(len(cards))]
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -15,17 +15,25 @@ from octavo.cli.workloads import BenchRequest
 
 READ_BYTES_PER_S = 4.19e12
 FLOPS = 686e12
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
-def limit_s(config: Mapping[str, Any], dtype: str, requests: Sequence[BenchRequest]) -> float:
-    """Least seconds in which the card can serve `requests`, all sent at once."""
+def limit_s(
+    config: Mapping[str, Any],
+    dtype: str,
+    requests: Sequence[BenchRequest],
+    kv_dtype: str | None = None,
+) -> float:
+    """Least seconds in which the card can serve `requests`, all sent at once.
+
+    `kv_dtype`: of the KV cache, None = `dtype`.
+    """
     flops_s = 2 * matmul_params(config) / FLOPS
 
     def weight_s(num_tokens: int) -> float:
         return weight_bytes(config, dtype, num_tokens) / READ_BYTES_PER_S
 
-    kv_s = kv_bytes_per_token(config, dtype) / READ_BYTES_PER_S
+    kv_s = kv_bytes_per_token(config, kv_dtype or dtype) / READ_BYTES_PER_S
     num_prompt_tokens = sum(len(request.token_ids) for request in requests)
     # The prefill yields each request's first token; decode step n the token n + 1.
     decode_s = 0.0

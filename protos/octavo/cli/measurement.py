@@ -5,7 +5,7 @@ Must not know: how requests were sent. Entry points: `RequestTiming`, `make_reco
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-
-_PERCENTILES = (50, 90, 99)
+from octavo.cli.percentiles import percentiles
+from octavo.cli.step_report import StepReport
 
 
 @dataclass(slots=True)
@@ -40,9 +40,15 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All requests of a workload, once."""
+    """All requests of a workload, once.
+
+    `steps`: what the workers say of it. `cores`: the CPU seconds per second of the busiest process
+    of each kind; one that reaches 1 of what has a single thread is what was measured.
+    """
 
     timings: tuple[RequestTiming, ...]
+    steps: StepReport | None = None
+    cores: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def wall_s(self) -> float:
@@ -63,6 +69,10 @@ class Run:
         return sum(timing.num_cached_tokens for timing in self.timings)
 
     @property
+    def num_frames(self) -> int:
+        return sum(len(timing.gaps_s) + 1 for timing in self.timings)
+
+    @property
     def ttft_ms(self) -> dict[str, float]:
         """Percentiles of the time from submit to first token."""
         return percentiles([1e3 * (item.first_s - item.submitted_s) for item in self.timings])
@@ -71,15 +81,6 @@ class Run:
     def itl_ms(self) -> dict[str, float]:
         """Percentiles of the time between a stream's frames."""
         return percentiles([1e3 * gap for timing in self.timings for gap in timing.gaps_s])
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p99 by nearest rank; empty if there is none."""
-    if not values:
-        return {}
-    ordered = sorted(values)
-    ranks = {p: max(0, -(-p * len(ordered) // 100) - 1) for p in _PERCENTILES}
-    return {f"p{p}": round(ordered[rank], 3) for p, rank in ranks.items()}
 
 
 def make_record(run: Run, facts: dict[str, Any], limit_s: float | None) -> dict[str, Any]:
@@ -97,6 +98,9 @@ def make_record(run: Run, facts: dict[str, Any], limit_s: float | None) -> dict[
         "cached_tok": run.num_cached_tokens,
         "ttft_ms": run.ttft_ms,
         "itl_ms": run.itl_ms,
+        "tok_per_frame": round(run.num_output_tokens / run.num_frames, 3),
+        **({} if run.steps is None else run.steps.to_record()),
+        **({"cores": dict(run.cores)} if run.cores else {}),
         "limit_fraction": None if limit_s is None else round(limit_s / wall_s, 4),
     }
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from octavo.cli.measurement import Run, make_record, percentiles
+from octavo.cli.measurement import Run, make_record
+from octavo.cli.percentiles import percentiles
 from octavo.cli.serve_client import Outcome
 from octavo.cli.serve_run import LoadResult
 

@@ -42,18 +42,19 @@ _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 @dataclass(frozen=True)
 class StackOptions:
     """What to run. The services' `host`, `port` and addresses are the stack's to choose,
-    but for the router's."""
+    but for the first router's."""
 
     model: str
     num_workers: int
     router: RouterSettings
     scheduler: SchedulerSettings
     worker: WorkerSettings
+    num_routers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a running stack answers."""
+    """Where a router of a running stack answers."""
 
     url: str
     grpc_address: str
@@ -69,17 +70,19 @@ class Stack:
         self._valkey = ValkeyKeeper(console)
         self._run_folder: Path | None = None
         # In the order in which requests flow, which is the order of the drain.
-        self._router: list[Child] = []
-        self._schedulers: list[Child] = []
-        self._workers: list[Child] = []
+        self.routers: list[Child] = []
+        self.schedulers: list[Child] = []
+        self.workers: list[Child] = []
+        # Each router's, once started.
+        self.doors: tuple[Endpoints, ...] = ()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def children(self) -> list[Child]:
-        return [*self._router, *self._schedulers, *self._workers]
+        return [*self.routers, *self.schedulers, *self.workers]
 
     async def start(self) -> Endpoints:
-        """Start everything; returns when the router takes requests.
+        """Start everything; returns when the routers take requests, the first one's endpoints.
 
         Raises ConfigurationError or CrashLoopError if a service can't be started.
         """
@@ -93,15 +96,19 @@ class Stack:
         self._make_children(redis_url)
         self._tasks = [asyncio.create_task(child.run()) for child in self.children]
         with self._console.waiting():
-            ports = await self._until(self._announced())
-            host = _ANY_HOST.get(options.router.host, options.router.host)
-            scheme = "https" if options.router.public_tls_cert else "http"
-            url = f"{scheme}://{host}:{ports['port']}"
+            self.doors = tuple(map(self._door, await self._until(self._announced())))
             if not options.router.public_tls_ca:
                 # Else it would want a certificate of ours.
-                await self._until(self._accepting(url))
-        name = (options.router.served_model_name or (model_name_of(options.model),))[0]
-        return Endpoints(url, f"{host}:{ports['grpc_port']}", name)
+                for door in self.doors:
+                    await self._until(self._accepting(door.url))
+        return self.doors[0]
+
+    def _door(self, ports: Mapping[str, int]) -> Endpoints:
+        router = self._options.router
+        host = _ANY_HOST.get(router.host, router.host)
+        scheme = "https" if router.public_tls_cert else "http"
+        name = (router.served_model_name or (model_name_of(self._options.model),))[0]
+        return Endpoints(f"{scheme}://{host}:{ports['port']}", f"{host}:{ports['grpc_port']}", name)
 
     async def watch(self) -> None:
         """Return never; raise when a service can't be kept running."""
@@ -111,9 +118,9 @@ class Stack:
             await task
 
     async def stop(self) -> None:
-        """Drain: router first, then scheduler, workers, Valkey."""
+        """Drain: routers first, then scheduler, workers, Valkey."""
         grace_s = self._options.router.drain_grace_s + _EXTRA_GRACE_S
-        for stage in (self._router, self._schedulers, self._workers):
+        for stage in (self.routers, self.schedulers, self.workers):
             await asyncio.gather(*(child.stop(grace_s) for child in stage))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._clean_up()
@@ -133,19 +140,23 @@ class Stack:
     def _make_children(self, redis_url: str) -> None:
         options = self._options
         # Chosen here and kept over restarts, so that peers find each other again.
-        ports = free_ports(2 * options.num_workers + 4)
+        ports = free_ports(2 * (options.num_workers + options.num_routers) + 2)
         addresses = [f"127.0.0.1:{ports.pop()}" for _ in range(options.num_workers)]
         scheduler_address = f"127.0.0.1:{ports.pop()}"
-        router = replace(
-            options.router,
-            redis_url=redis_url,
-            model=options.model,
-            port=options.router.port or ports.pop(),
-            grpc_port=options.router.grpc_port or ports.pop(),
-            schedulers=(scheduler_address,),
-            served_model_name=options.router.served_model_name or (model_name_of(options.model),),
-        )
-        self._add(self._router, "router", "router", router)
+        for index in range(options.num_routers):
+            # Only the first one's address is the user's.
+            first = options.router if index == 0 else replace(options.router, port=0, grpc_port=0)
+            router = replace(
+                first,
+                redis_url=redis_url,
+                model=options.model,
+                port=first.port or ports.pop(),
+                grpc_port=first.grpc_port or ports.pop(),
+                schedulers=(scheduler_address,),
+                served_model_name=first.served_model_name or (model_name_of(options.model),),
+            )
+            name = f"router-{index}" if options.num_routers > 1 else "router"
+            self._add(self.routers, name, "router", router)
         scheduler = replace(
             options.scheduler,
             redis_url=redis_url,
@@ -153,7 +164,7 @@ class Stack:
             workers=tuple(addresses),
             scheduler_id=options.scheduler.scheduler_id or "scheduler",
         )
-        self._add(self._schedulers, "scheduler", "scheduler", scheduler)
+        self._add(self.schedulers, "scheduler", "scheduler", scheduler)
         environments = worker_environments(
             options.num_workers, options.worker.backend, options.worker.tensor_parallel
         )
@@ -168,7 +179,7 @@ class Stack:
                 worker_id=name,
                 memory_utilization=max(0.05, options.worker.memory_utilization / shared),
             )
-            self._add(self._workers, name, "worker", worker, environment)
+            self._add(self.workers, name, "worker", worker, environment)
 
     def _add(
         self,
@@ -198,14 +209,13 @@ class Stack:
         finally:
             task.cancel()
 
-    async def _announced(self) -> dict[str, int]:
-        """The router's ports, when all services have announced theirs."""
+    async def _announced(self) -> list[dict[str, int]]:
+        """The routers' ports, when all services have announced theirs."""
         while True:
             missing = [child.spec.name for child in self.children if child.ports is None]
-            if not missing:
-                ports = self._router[0].ports
-                if ports is not None:
-                    return ports
+            ports = [found for child in self.routers if (found := child.ports) is not None]
+            if not missing and len(ports) == len(self.routers):
+                return ports
             self._console.update(f"waiting for {', '.join(missing)}")
             await asyncio.sleep(_POLL_S)
 

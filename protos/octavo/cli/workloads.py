@@ -68,7 +68,7 @@ def load_shapes() -> dict[str, dict[str, Any]]:
 def make_requests(workload: Workload, vocab_size: int) -> list[BenchRequest]:
     """The workload's requests: the same at every call (ids are uniform, one fixed seed)."""
     source = random.Random(_SEED)
-    last_id = min(_LAST_ID, vocab_size)
+    last_id = last_id_of(vocab_size)
     requests: list[BenchRequest] = []
     for _ in range(workload.num_requests):
         num_prompt_tokens = _draw(source, workload.prompt_tokens)
@@ -76,6 +76,11 @@ def make_requests(workload: Workload, vocab_size: int) -> list[BenchRequest]:
         ids = tuple(source.randrange(_FIRST_ID, last_id) for _ in range(num_prompt_tokens))
         requests.append(BenchRequest(ids, num_output_tokens))
     return requests
+
+
+def last_id_of(vocab_size: int) -> int:
+    """Workloads' ids are below it."""
+    return min(_LAST_ID, vocab_size)
 
 
 def _range(value: int | list[int]) -> tuple[int, int]:

@@ -189,6 +189,7 @@ def test_what_was_counted() -> None:
     assert sample("octavo_worker_tokens_total", {"kind": "prefill"}) == 4
     assert sample("octavo_worker_tokens_total", {"kind": "decode"}) == 5
     assert sample("octavo_plan_wait_seconds_count") == 1
+    assert sample("octavo_plan_launch_seconds_count") == 1
     assert sample("octavo_worker_rows") == 0
     assert sample("octavo_step_tokens_sum") == 9
     for name in ("step_seconds", "step_gap_seconds", "step_tokens"):

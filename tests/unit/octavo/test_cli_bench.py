@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from octavo.chrome_trace import read_events
 from octavo.cli import main as run_cli
-from octavo.cli.bench import _options, _parse
+from octavo.cli.bench_cases import Case, Measured, warm_ups, with_fresh_ids
+from octavo.cli.bench_options import parse_bench_options
+from octavo.cli.bench_report import BenchReport
+from octavo.cli.bench_table import HEAD, row_of
 from octavo.cli.grpc_load import run_grpc
 from octavo.cli.http_load import run_http
 from octavo.cli.limits import (
@@ -24,16 +28,27 @@ from octavo.cli.limits import (
     read_params,
     weight_bytes,
 )
-from octavo.cli.measurement import RequestTiming, Run, make_record, percentiles
+from octavo.cli.measurement import RequestTiming, Run, make_record
 from octavo.cli.model_shapes import ensure_shape_folder
+from octavo.cli.percentiles import percentiles
+from octavo.cli.service_readings import read_histograms
+from octavo.cli.step_report import (
+    GAP_SECONDS,
+    LAUNCH_SECONDS,
+    STEP_SECONDS,
+    Histogram,
+    StepReport,
+)
 from octavo.cli.workloads import BenchRequest, load_shapes, load_workloads, make_requests
 from octavo.errors import ConfigurationError, OctavoError
+from octavo.metrics import WorkerMetrics
+from octavo.metrics_http import exposition
 from tests.fakes.inference_server import InferenceServer
 
 RECORD_FIELDS = {
     *("date", "commit", "gpu", "torch", "triton", "model", "dtype", "quant", "workload"),
     *("sampled", "path", "routers", "wall_s", "in_tok", "out_tok", "out_tok_s", "in_tok_s"),
-    *("ttft_ms", "itl_ms", "limit_fraction"),
+    *("ttft_ms", "itl_ms", "limit_fraction", "num_steps", "step_ms", "idle_fraction", "runs_s"),
 }
 
 
@@ -269,22 +284,172 @@ def test_a_server_that_is_not_there_ends_in_one_line(
         assert error.count("\n") == 1
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder with no more than a configuration."""
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(load_shapes()["qwen3-0.6b"]))
+    return str(folder)
+
+
 def test_options_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
-    options = _options(_parse(["--model-shape", "qwen3-0.6b", "--max-num-seqs", "4"]))
-    assert options.model == str(tmp_path / "shapes" / "qwen3-0.6b")
-    assert options.worker.load_format == "random"
-    assert options.worker.max_num_seqs == 4
-    # The best of two runs with the same prompts: the second must not find them.
-    assert not options.scheduler.enable_prefix_caching
-    assert options.router.port == 0
-    assert _options(_parse(["--port", "9000"])).router.port == 9000
+    options = parse_bench_options(["--model-shape", "qwen3-0.6b", "--max-num-seqs", "4"])
+    assert options.stack.model == str(tmp_path / "shapes" / "qwen3-0.6b")
+    assert options.stack.worker.load_format == "random"
+    assert options.stack.worker.max_num_seqs == 4
+    # Every run has the same prompts: none may find those of the one before.
+    assert not options.stack.scheduler.enable_prefix_caching
+    assert options.stack.router.port == 0
+    assert (options.paths, options.protocols) == (("stack",), ("http",))
     with pytest.raises(ConfigurationError, match="not both"):
-        _options(_parse(["some/model", "--model-shape", "llama8b"]))
-    with pytest.raises(ConfigurationError, match="shows one worker"):
-        _options(_parse(["--profile", "trace.json", "--workers", "2"]))
-    with pytest.raises(ConfigurationError, match="must be above 0"):
-        _options(_parse(["--scale", "0"]))
+        parse_bench_options(["some/model", "--model-shape", "llama8b"])
+
+
+def test_one_start_measures_a_list(model: str) -> None:
+    flags = "--workload all --sampling both --protocol grpc,http --path both --routers 3"
+    options = parse_bench_options([model, "--scale", "0.01", "--port", "9000", *flags.split()])
+    assert options.stack.router.port == 9000
+    names = [case.name for case in options.cases]
+    assert names[:3] == ["bs1 greedy", "bs1 sampled", "bs8 greedy"]
+    assert len(names) == len(set(names)) == 10
+    assert options.paths == ("worker", "stack")
+    assert options.protocols == ("grpc", "http")
+    assert options.num_measurements == 30
+    assert options.stack.num_routers == 3
+    # A client keeps to one router, so each has one.
+    assert options.num_clients >= 3
+    assert [case.num_runs for case in options.cases] == [2, 2, 2, 2, 2, 2, 1, 1, 2, 2]
+    flags = "--scale 0.01 --workload bs8,bs1,bs8 --sampled --runs 1"
+    once = parse_bench_options([model, *flags.split()])
+    assert [(case.name, case.num_runs) for case in once.cases] == [
+        ("bs8 sampled", 1),
+        ("bs1 sampled", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--scale 0", "must be above 0"),
+        ("--runs 0", "--runs 0: must be at least 1"),
+        ("--routers 0", "--routers 0: must be at least 1"),
+        ("--workload bs1,bs2", "--workload 'bs2': must be of bs1, bs8"),
+        ("--workload ,", "--workload: names nothing"),
+        ("--protocol quic", "--protocol 'quic': must be of http, grpc"),
+        ("--sampled --sampling both", "give one of them"),
+        ("--url http://h:1 --path both", "--url measures a running server"),
+        ("--profile trace.json --workers 2", "shows one worker"),
+        ("--profile trace.json --sampling both", "shows one worker"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(flags: str, message: str, model: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_bench_options([model, *flags.split()])
+
+
+def _case(name: str, *, is_sampled: bool = False) -> Case:
+    workload = load_workloads()[name]
+    return Case(workload, is_sampled, tuple(make_requests(workload, 300)), 1, 300)
+
+
+def test_warm_ups_are_as_wide_as_what_is_measured_and_share_no_prefix() -> None:
+    cases = [_case("bs1"), _case("prefill"), _case("bs1", is_sampled=True)]
+    greedy, wide, sampled, short = warm_ups(cases)
+    assert [len(item.token_ids) for item in wide.requests] == [4000, 4000]
+    assert [len(item.token_ids) for item in short.requests] == [128]
+    assert [len(item.requests) for item in (greedy, sampled)] == [1, 1]
+    assert (wide.sampling["temperature"], short.sampling["temperature"]) == (0.0, 1.0)
+    measured = {request.token_ids[:16] for case in cases for request in case.requests}
+    for warm_up in (greedy, wide, sampled, short):
+        assert not measured & {request.token_ids[:16] for request in warm_up.requests}
+
+
+def test_fresh_ids_keep_the_lengths() -> None:
+    requests = _case("mixed").requests
+    fresh = with_fresh_ids(requests, 300, 1)
+    assert with_fresh_ids(requests, 300, 0) == requests
+    assert fresh == with_fresh_ids(requests, 300, 1) != with_fresh_ids(requests, 300, 2)
+    for one, other in zip(requests, fresh, strict=True):
+        assert len(one.token_ids) == len(other.token_ids)
+        assert one.num_output_tokens == other.num_output_tokens
+        assert one.token_ids != other.token_ids
+    assert max(token_id for item in fresh for token_id in item.token_ids) < 300
+
+
+def test_a_quantile_is_found_between_bounds() -> None:
+    """As Prometheus does it: ten values, of which eight are in (1, 2] and one above 4."""
+    values = Histogram((1.0, 2.0, 4.0, float("inf")), (1, 8, 0, 1), 25.0)
+    assert values.quantile(0.5) == 1 + 4 / 8
+    assert values.quantile(0.9) == 2.0
+    # What lies above all bounds is at least the last one.
+    assert values.quantile(0.99) == 4.0
+    assert values.with_others([values]).quantile(0.5) == 1.5
+    assert values.with_others([values]).since(values) == values
+
+
+def test_steps_are_reported_alike_from_each_and_from_histograms() -> None:
+    assert StepReport.of_steps([1000, 3000], [0, 1000]).to_record() == {
+        "num_steps": 2,
+        "step_ms": {"mean": 2.0, "p50": 1.0, "p90": 3.0, "p99": 3.0},
+        "idle_fraction": 0.2,
+        "plan_launch_ms": {},
+    }
+    metrics = WorkerMetrics(CollectorRegistry())
+    names = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS)
+
+    def read() -> dict[str, Histogram]:
+        return read_histograms(exposition(metrics.registry, "")[0].decode(), names)
+
+    metrics.step_time.observe(9.0)
+    before = read()
+    for step_s, gap_s in ((0.001, 0.0), (0.003, 0.001)):
+        metrics.step_time.observe(step_s)
+        metrics.step_gap.observe(gap_s)
+    for _ in range(200):
+        metrics.plan_launch.observe(0.00006)
+    metrics.plan_launch.observe(0.03)
+    assert read().keys() == set(names)
+    report = StepReport.of_histograms({n: h.since(before[n]) for n, h in read().items()})
+    assert (report.num_steps, report.step_ms, report.idle_fraction) == (2, {"mean": 2.0}, 0.2)
+    # All but one in 201 within the first bucket, which ends at a tenth of a millisecond.
+    assert report.plan_launch_ms["p99"] <= 0.1
+    nothing = StepReport.of_histograms({n: h.since(read()[n]) for n, h in read().items()})
+    assert nothing == StepReport(0, {}, 0.0)
+
+
+def test_what_is_measured_is_recorded_at_once_with_the_split_cost(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "records.jsonl"
+    flags = [model, "--path", "both", "--sampling", "both", "--record", str(file)]
+    options = parse_bench_options(flags)
+    greedy, sampled = options.cases
+    report = BenchReport(options)
+    run = _run_of_two()
+    slow = Run((RequestTiming(10, 0.0, 5, 0, 1.0, 2.5, [1.5]),), cores={"router": 0.5})
+    report.add(Measured(greedy, None, (slow, run)))
+    assert len(file.read_text().splitlines()) == 1
+    report.add(Measured(greedy, "http", (slow,)))
+    # Nothing to hold it against.
+    report.add(Measured(sampled, "grpc", (slow,)))
+    bare, http, grpc = [json.loads(line) for line in file.read_text().splitlines()]
+    captured = capsys.readouterr()
+    assert captured.out == file.read_text()
+    assert (bare["path"], bare["protocol"], bare["routers"], bare["clients"]) == (
+        *("worker", None, 0, 0),
+    )
+    assert (http["path"], http["protocol"], http["routers"]) == ("stack", "http", 1)
+    assert (bare["wall_s"], bare["runs_s"], http["runs_s"]) == (2.0, [2.5, 2.0], [2.5])
+    assert (bare["sampled"], http["sampled"], grpc["sampled"]) == (False, False, True)
+    assert http["split_ratio"] == 0.8
+    assert "split_ratio" not in bare.keys() | grpc.keys()
+    title, *rows = captured.err.splitlines()
+    assert title == "some-model float32 on None"
+    assert rows == [HEAD, row_of(bare), row_of(http), row_of(grpc)]
+    assert rows[2].split()[:6] == ["bs1", "greedy", "http", "2.0", "2.50", "0.800"]
+    assert rows[2].endswith("router 0.50")
 
 
 @pytest.mark.timeout(300)

@@ -82,7 +82,7 @@ def test_free_ports_differ() -> None:
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("octavo.cli.devices._num_cores", lambda: 8)
+    monkeypatch.setattr("octavo.cli.devices.num_cores", lambda: 8)
     assert worker_environments(3, "cpu") == [{"OMP_NUM_THREADS": "2"}] * 3
     assert worker_environments(9, "cpu") == [{"OMP_NUM_THREADS": "1"}] * 9
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -104,7 +104,7 @@ def test_cards_are_dealt_round(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_gets_a_card_and_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("octavo.cli.devices._num_cores", lambda: 8)
+    monkeypatch.setattr("octavo.cli.devices.num_cores", lambda: 8)
     environments = worker_environments(3, "cuda", num_ranks=2)
     assert [item["CUDA_VISIBLE_DEVICES"] for item in environments] == ["0,1", "2,3", "0,1"]
     assert workers_per_device(environments) == 2

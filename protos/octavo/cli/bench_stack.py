@@ -1,0 +1,111 @@
+"""The stack's half of `octavo bench`: all cases through HTTP or gRPC, on one start of a stack.
+
+Must not know: how a stack starts (`stack`), how requests are sent (`load_clients`), records.
+Entry point: `measure_stack`.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+from octavo.cli.bench_bar import Bar, ignore
+from octavo.cli.bench_cases import Case, Measured, warm_ups, with_fresh_ids
+from octavo.cli.bench_options import BenchOptions
+from octavo.cli.console import Console
+from octavo.cli.load_clients import Job, LoadClients, first_cause
+from octavo.cli.measurement import Run
+from octavo.cli.service_readings import read_services
+from octavo.cli.stack import Endpoints, Stack
+from octavo.errors import OctavoError
+
+Emit = Callable[[Measured], None]
+
+
+async def measure_stack(options: BenchOptions, emit: Emit) -> None:
+    """Measure all cases; `emit` is called as soon as one is measured, with a profile when it is
+    written."""
+    key = os.environ.get("OCTAVO_API_KEY")
+    if options.url:
+        door = Endpoints(options.url, options.url, "")
+        with LoadClients([door], options.num_clients, key) as clients:
+            try:
+                await _Runs(options, clients, None).run(emit)
+            except (OSError, ExceptionGroup) as error:
+                raise OctavoError(f"{options.url}: {first_cause(error)}") from error
+        return
+    stack = Stack(options.stack, Console(is_quiet=not options.is_verbose))
+    kept: list[Measured] = []
+    try:
+        await stack.start()
+        with LoadClients(stack.doors, options.num_clients, key) as clients:
+            runs = _Runs(options, clients, stack)
+            await _unless_it_fails(stack, runs.run(kept.append if options.profile else emit))
+    finally:
+        await stack.stop()
+    # The worker writes its trace when it ends.
+    for measured in kept:
+        emit(measured)
+
+
+async def _unless_it_fails(stack: Stack, measuring: Coroutine[None, None, None]) -> None:
+    """Measure while every service runs; raises what ended one."""
+    tasks = [asyncio.create_task(stack.watch()), asyncio.create_task(measuring)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        watching, measured = tasks
+        await (watching if watching.done() else measured)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _Runs:
+    """All cases through running services; `stack`: None if they are others'."""
+
+    def __init__(self, options: BenchOptions, clients: LoadClients, stack: Stack | None) -> None:
+        self._options = options
+        self._clients = clients
+        self._stack = stack
+        self._num_sent = 0
+
+    async def run(self, emit: Emit) -> None:
+        options = self._options
+        for protocol in options.protocols:
+            for warm_up in warm_ups(options.cases):
+                await self._clients.run(Job(protocol, warm_up.requests, warm_up.sampling), ignore)
+        for case in options.cases:
+            for protocol in options.protocols:
+                runs = [await self._once(case, protocol, number) for number in range(case.num_runs)]
+                measured = Measured(case, protocol, tuple(runs))
+                _warn_of_cached(measured)
+                emit(measured)
+
+    async def _once(self, case: Case, protocol: str, number: int) -> Run:
+        stack, requests = self._stack, case.requests
+        if stack is None:
+            # Others' prefix cache is theirs to switch: it must not know the prompts.
+            requests = with_fresh_ids(requests, case.last_id, self._num_sent)
+            self._num_sent += 1
+        before = None if stack is None else await read_services(stack)
+        with Bar(case, number) as advance:
+            answers = await self._clients.run(Job(protocol, requests, case.sampling), advance)
+        run = Run(answers.timings, cores={"client": round(answers.cores, 3)})
+        if stack is None or before is None:
+            return run
+        after = await read_services(stack)
+        cores = {**run.cores, **after.cores_since(before)}
+        return replace(run, steps=after.steps_since(before), cores=cores)
+
+
+def _warn_of_cached(measured: Measured) -> None:
+    """Cached prompts would make a later run of the same look faster than the worker is."""
+    for run in measured.runs:
+        if run.num_cached_tokens:
+            print(
+                f"octavo bench: {measured.case.name}: {run.num_cached_tokens} of "
+                f"{run.num_prompt_tokens} prompt tokens were found in a prefix cache: the numbers "
+                "flatter the prefill",
+                file=sys.stderr,
+            )

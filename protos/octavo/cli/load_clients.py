@@ -1,0 +1,189 @@
+"""The load of `octavo bench`: one or more processes that send requests and time the answers.
+
+One process reads some 25,000 frames a second and no more; a fast model behind several routers
+sends as many. So requests are dealt to processes, each of which keeps to one router, is told
+what to send, and starts when all are ready. Must not know: workloads, records. Entry point:
+`LoadClients`.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from octavo.cli.event_loop import loop_factory
+from octavo.cli.grpc_load import run_grpc
+from octavo.cli.http_load import run_http
+from octavo.cli.measurement import RequestTiming
+from octavo.cli.parent import die_with_parent
+from octavo.cli.stack import Endpoints
+from octavo.cli.workloads import BenchRequest
+from octavo.errors import OctavoError
+
+OnTokens = Callable[[int], None]
+_TELL_S = 0.25
+_END_TIMEOUT_S = 5.0
+
+
+class Job(NamedTuple):
+    """What a client sends, all at once."""
+
+    protocol: str
+    requests: Sequence[BenchRequest]
+    sampling: dict[str, Any]
+
+
+class Answers(NamedTuple):
+    """The requests' times; `cores`: CPU seconds per second of the busiest client."""
+
+    timings: tuple[RequestTiming, ...]
+    cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A router, and the key that it wants."""
+
+    endpoints: Endpoints
+    api_key: str | None
+
+    async def send(self, job: Job, on_tokens: OnTokens) -> Answers:
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        if job.protocol == "grpc":
+            address = self.endpoints.grpc_address.removeprefix("http://")
+            run = await run_grpc(address, job.requests, job.sampling, on_tokens, self.api_key)
+        else:
+            url, model = self.endpoints.url.rstrip("/"), self.endpoints.model
+            run = await run_http(url, model, job.requests, job.sampling, on_tokens, self.api_key)
+        elapsed_s = time.perf_counter() - began_s
+        return Answers(run.timings, (time.process_time() - cpu_s) / elapsed_s)
+
+
+class LoadClients:
+    """Clients of the routers `doors`, dealt to them in turn; in a `with` block. One alone runs
+    in this process."""
+
+    def __init__(self, doors: Sequence[Endpoints], num_clients: int, api_key: str | None) -> None:
+        self._targets = [_Target(doors[i % len(doors)], api_key) for i in range(num_clients)]
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        if len(self._targets) > 1:
+            context = multiprocessing.get_context("spawn")
+            for number, target in enumerate(self._targets):
+                here, there = context.Pipe()
+                arguments = (there, os.getpid(), target)
+                process = context.Process(target=_serve, args=arguments, name=f"client-{number}")
+                process.start()
+                there.close()
+                self._processes.append(process)
+                self._connections.append(here)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_END_TIMEOUT_S)
+            process.kill()
+
+    async def run(self, job: Job, on_tokens: OnTokens) -> Answers:
+        """Send all of `job`'s requests now. Raises what failed first, as OctavoError."""
+        if not self._connections:
+            return await self._targets[0].send(job, on_tokens)
+        # As few clients as requests; a client without any has nothing to say.
+        connections = self._connections[: len(job.requests)]
+        for number, connection in enumerate(connections):
+            part = job.requests[number :: len(connections)]
+            connection.send(Job(job.protocol, part, job.sampling))
+        for connection in connections:
+            await asyncio.to_thread(connection.recv)
+        for connection in connections:
+            connection.send(None)
+        parts = await asyncio.gather(
+            *(asyncio.to_thread(_collect, connection, on_tokens) for connection in connections)
+        )
+        # Back in the order of the requests.
+        timings: list[RequestTiming | None] = [None] * len(job.requests)
+        for number, part in enumerate(parts):
+            timings[number :: len(connections)] = part.timings
+        found = tuple(timing for timing in timings if timing is not None)
+        return Answers(found, max(part.cores for part in parts))
+
+
+def _collect(connection: Connection, on_tokens: OnTokens) -> Answers:
+    """A client's answers, when it has them."""
+    while True:
+        try:
+            item = connection.recv()
+        except EOFError:
+            raise OctavoError("a client's process ended before its requests did") from None
+        if isinstance(item, int):
+            on_tokens(item)
+        elif isinstance(item, Answers):
+            return item
+        else:
+            raise OctavoError(item)
+
+
+# In a client's process --------------------------------------------------------------------
+
+
+def _serve(connection: Connection, parent_pid: int, target: _Target) -> None:
+    """Run jobs until the other side hangs up."""
+    die_with_parent(parent_pid)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        while True:
+            try:
+                job = connection.recv()
+                connection.send(None)
+                connection.recv()
+            except (EOFError, OSError):
+                return
+            told = _Told(connection)
+            try:
+                answers = runner.run(target.send(job, told))
+            except Exception as error:
+                connection.send(str(first_cause(error)))
+            else:
+                told.tell()
+                connection.send(answers)
+
+
+class _Told:
+    """Tells the other side of new tokens, a few times a second."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._num_new = 0
+        self._told_s = time.perf_counter()
+
+    def __call__(self, count: int) -> None:
+        self._num_new += count
+        if time.perf_counter() - self._told_s > _TELL_S:
+            self.tell()
+
+    def tell(self) -> None:
+        self._connection.send(self._num_new)
+        self._num_new, self._told_s = 0, time.perf_counter()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error of a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
