@@ -98,9 +98,12 @@ class Pipeline:
             raise InvalidRequestError(
                 f"n times prompts must be at most {MAX_CHOICES}, got {num_choices}", param="n"
             )
+        # Clients say it as they do elsewhere: smaller comes first.
+        priority = -fields.priority
+        self.sessions.check_room(request.tenant, priority)
         charge = self._charge(request)
         try:
-            return await self._start(request, record, deadline, num_choices, charge)
+            return await self._start(request, record, deadline, priority, num_choices, charge)
         except BaseException:
             if charge is not None:
                 charge.cancel()
@@ -116,6 +119,7 @@ class Pipeline:
         request: GenerateRequest,
         record: RequestRecord,
         deadline: float | None,
+        priority: int,
         num_choices: int,
         charge: Charge | None,
     ) -> Generation:
@@ -146,8 +150,7 @@ class Pipeline:
                 num_sequences=sampling.n,
                 tenant=request.tenant,
                 deadline=deadline,
-                # Clients say it as they do elsewhere: smaller comes first.
-                priority=-fields.priority,
+                priority=priority,
                 echo=item.echo,
                 trace=trace,
             )

@@ -31,6 +31,7 @@ from octavo.streams import ending
 from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from octavo.wire_version import check_wire_version
 from octavo_router.flights import CancelReason, Finish, Flight
+from octavo_router.fullness import Fullness
 from octavo_router.served_model import ServedModel
 from octavo_router.session_wire import (
     deliver_prompt_logprobs,
@@ -86,6 +87,7 @@ class Session:
         self.scheduler_id = scheduler_id
         self.model = model
         self.load = load or CellLoad()
+        self._fullness = Fullness()
         # Handle -> flight, until the terminal frame of the request (abandoned ones too).
         self.flights: dict[int, Flight] = {}
         self._call = call
@@ -114,6 +116,10 @@ class Session:
         backlog_tokens = self.load.backlog_tokens + len(flight.order.token_ids)
         self.load = replace(self.load, backlog_tokens=backlog_tokens)
         self._post(scheduler_pb2.SchedulerSessionRequest(submit=submit))
+
+    def refusal(self, tenant: str, priority: int) -> OverloadedError | None:
+        """Why the cell takes no new request of this kind now, if that is known."""
+        return self._fullness.find(tenant, priority, asyncio.get_running_loop().time())
 
     def cancel(
         self, flight: Flight, index: int | None, reason: CancelReason, num_kept: int
@@ -222,10 +228,9 @@ class Session:
         # Before refusals: why a cell refuses may stand in it.
         if frame.HasField("load"):
             self.load = _to_load(frame.load)
+            self._fullness.hear(self.load.backlog_tokens)
         for rejected in frame.rejected:
-            flight = self._forget(rejected.handle)
-            if flight is not None and not flight.is_over:
-                self._on_refused(self, flight, to_error(rejected.error))
+            self._reject(rejected)
         if not frame.HasField("moved"):
             return None
         for suspect in frame.moved.suspects:
@@ -251,6 +256,18 @@ class Session:
             flight.fail(_error_of(finished))
             if handle in self.flights:
                 self.cancel(flight, None, CancelReason.CLIENT, 0)
+
+    def _reject(self, rejected: scheduler_pb2.Rejected) -> None:
+        flight = self._forget(rejected.handle)
+        if flight is None:
+            return
+        error = to_error(rejected.error)
+        if rejected.is_full and isinstance(error, OverloadedError):
+            order, now = flight.order, asyncio.get_running_loop().time()
+            backlog_tokens = self.load.backlog_tokens
+            self._fullness.refused(order.tenant, order.priority, backlog_tokens, now, error)
+        if not flight.is_over:
+            self._on_refused(self, flight, error)
 
     def _forget(self, handle: int) -> Flight | None:
         self._open.pop(handle, None)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import grpc.aio
 
 from octavo.bloom import BloomFilter
-from octavo.errors import OctavoError, UnavailableError
+from octavo.errors import OctavoError, OverloadedError, UnavailableError
 from octavo.logs import in_trace
 from octavo.metrics import RouterMetrics
 from octavo.registry import Registry
@@ -120,6 +120,23 @@ class Sessions:
                 "no scheduler is connected; try again shortly", retry_after_ms=_RETRY_AFTER_MS
             )
         return model
+
+    def check_room(self, tenant: str, priority: int) -> None:
+        """Refuse a new request that, as is known, no cell would take, whatever its size.
+
+        Raises OverloadedError, with the shortest time to retry.
+        """
+        refusals: list[OverloadedError] = []
+        for session in self._ready.values():
+            if not session.load.takes_new:
+                continue
+            refusal = session.refusal(tenant, priority)
+            if refusal is None:
+                return
+            refusals.append(refusal)
+        if refusals:
+            refusal = min(refusals, key=lambda error: error.retry_after_ms or 0)
+            raise OverloadedError(refusal.message, retry_after_ms=refusal.retry_after_ms)
 
     def cells(self) -> list[Cell]:
         """The connected cells as they are now; safe to use in another thread."""

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from octavo.errors import ContextLengthError, OverloadedError
 from octavo_scheduler.fairness import Shares
@@ -39,6 +40,18 @@ def check_fits(num_prompt_tokens: int, max_tokens: int, max_request_tokens: int)
             f"{max_request_tokens} that a worker can hold; shorten the prompt or lower max_tokens",
             param="max_tokens" if num_prompt_tokens < max_request_tokens else "prompt",
         )
+
+
+class QueueFullError(OverloadedError):
+    """Refused, and so would be the smallest request of this tenant and priority."""
+
+
+class _Excess(NamedTuple):
+    """What is too much: tokens that go before, the limit in words, seconds beyond it."""
+
+    ahead: int
+    limit: str
+    excess_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +138,22 @@ class AdmissionQueue:
 
         `default_tokens_per_s`: how fast the queue drains, if that was not measured yet.
         """
+        why = self._why_not(num_tokens, default_tokens_per_s, priority, tenant)
+        if why is None:
+            return
+        is_full = self._why_not(1, default_tokens_per_s, priority, tenant) is not None
+        raise (QueueFullError if is_full else OverloadedError)(
+            f"{why.ahead} prompt tokens wait before this request, which adds {num_tokens}; "
+            f"{why.limit}. Try again later or on another cell",
+            retry_after_ms=round(min(max(1000 * why.excess_s, _MIN_RETRY_MS), _MAX_RETRY_MS)),
+        )
+
+    def _why_not(
+        self, num_tokens: int, default_tokens_per_s: float, priority: int, tenant: str
+    ) -> "_Excess | None":
         ahead = self._tokens_ahead(num_tokens, priority, tenant)
         if not ahead:
-            return
+            return None
         rate = self._pace.tokens_per_s or default_tokens_per_s or _DEFAULT_TOKENS_PER_S
         limits = self._limits
         # What others may yet send before its turn shows in how its own line moves.
@@ -139,12 +165,8 @@ class AdmissionQueue:
             excess_s = wait_s - limits.max_wait_s
             limit = f"that takes {wait_s:.1f} s, over {limits.max_wait_s:g} s"
         else:
-            return
-        raise OverloadedError(
-            f"{ahead} prompt tokens wait before this request, which adds {num_tokens}; {limit}. "
-            "Try again later or on another cell",
-            retry_after_ms=round(min(max(1000 * excess_s, _MIN_RETRY_MS), _MAX_RETRY_MS)),
-        )
+            return None
+        return _Excess(ahead, limit, excess_s)
 
     def push(self, sequence: Sequence) -> None:
         """Queue a fresh sequence."""

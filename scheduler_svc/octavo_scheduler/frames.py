@@ -12,6 +12,7 @@ from octavo.blocks import HASH_BYTES
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.telemetry import Tracer
 from octavo.v1 import common_pb2, scheduler_pb2
+from octavo_scheduler.admission import QueueFullError
 from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
 from octavo_scheduler.plan import ModelSpec
 from octavo_scheduler.sampling import check_sampling, count_ids, needs_history
@@ -158,7 +159,9 @@ def frame_to_proto(frame: Frame, load: LoadNumbers) -> scheduler_pb2.SchedulerSe
     for finished in frame.finished:
         _fill_finished(message.finished.add(), finished)
     for rejected in frame.rejected:
-        message.rejected.add(handle=rejected.handle, error=error_to_proto(rejected.error))
+        is_full = isinstance(rejected.error, QueueFullError)
+        error = error_to_proto(rejected.error)
+        message.rejected.add(handle=rejected.handle, error=error, is_full=is_full)
     return message
 
 

@@ -61,7 +61,7 @@ def soak(fleet: Fleet, duration_s: float) -> tuple[list[Growth], int]:
         ]
         for client in fleet.traffic.run(wave):
             (answer,) = client.answers
-            assert not answer.error
+            assert not answer.error, f"{answer.error}\n{fleet.logs()}"
             assert sum(len(c.token_ids) for c in answer.choices) == answer.completion_tokens
             num_answers += 1
         if spent_s > _WARM_UP * duration_s:

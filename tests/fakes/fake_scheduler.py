@@ -71,7 +71,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     """See the module. `tokens_per_step` ids per sequence and frame, a frame per `interval_s`.
 
     Public for assertions: `submits`, `cancels`, `num_pings`, `num_sessions`.
-    While `is_paused` nothing is produced. `reject`: an Error for every Submit.
+    While `is_paused` nothing is produced. `reject`: an Error for every Submit,
+    `is_full`: told with it.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.is_silent = False
         self.prompt_logprobs_per_batch = 4
         self.reject: common_pb2.Error | None = None
+        self.is_full = False
         # What Watch says, how many watch now, and how many ever began to.
         self.picture: dict[str, Any] = {"workers": []}
         self.num_watching = 0
@@ -258,7 +260,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         plans = [self.script(submit, index) for index in range(submit.num_sequences)]
         refusal = self.reject or next((p for p in plans if isinstance(p, common_pb2.Error)), None)
         if refusal is not None:
-            rejected = scheduler_pb2.Rejected(handle=submit.handle, error=refusal)
+            rejected = scheduler_pb2.Rejected(
+                handle=submit.handle, error=refusal, is_full=self.is_full
+            )
             session.frames.put_nowait(Response(rejected=[rejected], load=self.load))
             return
         resumes = {resume.sequence_index: resume for resume in submit.resumes}

@@ -194,12 +194,14 @@ class Finished(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., sequence_index: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_moves: _Optional[int] = ...) -> None: ...
 
 class Rejected(_message.Message):
-    __slots__ = ("handle", "error")
+    __slots__ = ("handle", "error", "is_full")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    IS_FULL_FIELD_NUMBER: _ClassVar[int]
     handle: int
     error: _common_pb2.Error
-    def __init__(self, handle: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    is_full: bool
+    def __init__(self, handle: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., is_full: bool = ...) -> None: ...
 
 class Moved(_message.Message):
     __slots__ = ("successor", "suspects")

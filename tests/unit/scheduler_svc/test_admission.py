@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ContextLengthError, OverloadedError
-from octavo_scheduler.admission import AdmissionQueue, QueueLimits, check_fits
+from octavo_scheduler.admission import AdmissionQueue, QueueFullError, QueueLimits, check_fits
 from octavo_scheduler.fairness import Shares
 from octavo_scheduler.sequence import Request, Sequence, Submission, make_sequences
 
@@ -82,6 +82,11 @@ def test_full_queue_says_when_to_retry() -> None:
     assert caught.value.retry_after_ms == 2000
     for number in ("90", "1010", "100"):
         assert number in caught.value.message
+    # A smaller one would fit; beside 100 tokens nothing would.
+    assert not isinstance(caught.value, QueueFullError)
+    queue.push(sequence(1, length=10))
+    with pytest.raises(QueueFullError):
+        queue.check_room(1010, 500.0)
 
 
 def test_never_fitting_names_what_to_change() -> None:
