@@ -178,6 +178,7 @@ def _summary(rounds: Sequence[Round]) -> dict[str, Any]:
         "cores": middle.cores,
         "offered": len(offered),
         "refused": len(refused),
+        "refused_late": sum(one.is_late for one in refused),
         "ttft_p50_s": round(float(np.percentile(first_s, 50)), 3),
         "ttft_p99_s": round(float(np.percentile(first_s, 99)), 3),
         "refusal_p50_ms": round(float(np.percentile(refusal_ms, 50)), 1),

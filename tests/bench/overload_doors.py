@@ -10,7 +10,6 @@ import json
 import time
 from dataclasses import dataclass
 from random import Random
-from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
@@ -35,6 +34,8 @@ class Offered:
     ended_s: float = 0.0
     num_tokens: int = 0
     is_refused: bool = False
+    # The stream had begun, and with it the chance for a Retry-After was over.
+    is_late: bool = False
     # In whole seconds over HTTP.
     retry_after_ms: int | None = None
 
@@ -44,12 +45,7 @@ class Door(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *exc: object) -> None: ...
 
     async def send(self, number: int, started: float) -> Offered: ...
 
@@ -73,7 +69,7 @@ class GrpcDoor:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._channel.close()
 
     async def send(self, number: int, started: float) -> Offered:
@@ -109,16 +105,18 @@ class HttpDoor:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         for _, writer in self._idle:
             writer.close()
 
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._idle:
+            return self._idle.pop()
+        return await asyncio.open_connection(self._host, self._port)
+
     async def send(self, number: int, started: float) -> Offered:
         offered = Offered(time.perf_counter() - started)
-        if self._idle:
-            reader, writer = self._idle.pop()
-        else:
-            reader, writer = await asyncio.open_connection(self._host, self._port)
+        reader, writer = await self._connection()
         try:
             writer.write(_post(number))
             head = await reader.readuntil(b"\r\n\r\n")
@@ -170,9 +168,8 @@ async def _read_answer(reader: asyncio.StreamReader, offered: Offered, started: 
     events = [line[6:] for line in tail.split(b"\n") if line.startswith(b"data: {")]
     last: dict[str, Any] = json.loads(events[-1])
     if "error" in last:
-        # Refused so late that the stream had begun.
         assert last["error"]["code"] == "overloaded", last
-        offered.is_refused, offered.first_s = True, None
+        offered.is_refused, offered.is_late, offered.first_s = True, True, None
     else:
         offered.num_tokens = last["usage"]["completion_tokens"]
 
