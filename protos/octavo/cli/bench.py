@@ -11,6 +11,7 @@ from octavo.cli.bench_bare import measure_bare, measure_bare_in_child
 from octavo.cli.bench_options import parse_bench_options
 from octavo.cli.bench_report import BenchReport
 from octavo.cli.bench_stack import measure_stack
+from octavo.cli.event_loop import loop_factory
 from octavo.cli.serve_run import allow_many_connections
 
 
@@ -24,5 +25,6 @@ def main(argv: list[str] | None = None) -> int:
         measure(settings, options.cases, report.add)
     if "stack" in options.paths:
         allow_many_connections()
-        asyncio.run(measure_stack(options, report.add))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(measure_stack(options, report.add))
     return 0

@@ -20,25 +20,44 @@ def report(path: Path) -> dict[str, Any]:
     """Step times and the device's idle share, from the worker's trace at `path`.
 
     `idle_fraction` is the time between a step's end and the next one's begin over the time from
-    the first begin to the last end; gaps over 50 ms count as neither.
+    the first begin to the last end; gaps over 50 ms count as neither. A step begins on the device
+    when it has come to it, also if the host is not done launching it: `late_launch_fraction` is
+    how long, of the same time, it was in steps that were still being launched. Of a step that is
+    launched as one graph that is idle time too; of others it is more than that.
     """
     events = read_events(path)
-    lanes = {event["tid"]: event["args"]["name"] for event in events if _names_lane(event)}
-    steps = [e for e in events if e["ph"] == "X" and lanes[e["tid"]] == "device"]
-    steps.sort(key=lambda event: event["ts"])
+    steps = sorted(_spans(events, "device"), key=lambda span: span[0])
     idle_us = busy_us = 0.0
-    end_us = steps[0]["ts"] if steps else 0.0
-    for step in steps:
-        gap_us = max(0.0, step["ts"] - end_us)
+    end_us = steps[0][0] if steps else 0.0
+    for begin_us, done_us in steps:
+        gap_us = max(0.0, begin_us - end_us)
         idle_us += gap_us if gap_us <= _LONGEST_GAP_US else 0.0
-        busy_us += step["dur"]
-        end_us = max(end_us, step["ts"] + step["dur"])
+        busy_us += done_us - begin_us
+        end_us = max(end_us, done_us)
     total_us = idle_us + busy_us
+    # Lanes hold the same steps in the same order.
+    pairs = zip(_spans(events, "launch"), _spans(events, "device"), strict=False)
+    late_us = sum(max(0.0, min(left, done) - begin) for (_, left), (begin, done) in pairs)
     return {
         "num_steps": len(steps),
-        "step_ms": percentiles([step["dur"] / 1e3 for step in steps]),
+        "step_ms": percentiles([(done - begin) / 1e3 for begin, done in steps]),
         "idle_fraction": round(idle_us / total_us, 4) if total_us else 0.0,
+        "late_launch_fraction": round(late_us / total_us, 4) if total_us else 0.0,
     }
+
+
+def _spans(events: list[dict[str, Any]], lane: str) -> list[tuple[float, float]]:
+    """Begins and ends in µs of the spans in the lanes that are called so."""
+    lanes = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event["ph"] == "M" and event["name"] == "thread_name" and event["args"]["name"] == lane
+    }
+    return [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["ph"] == "X" and (event["pid"], event["tid"]) in lanes
+    ]
 
 
 def add_clients(path: Path, run: Run) -> None:
@@ -55,7 +74,3 @@ def add_clients(path: Path, run: Run) -> None:
             begin_ns = end_ns
         lanes.append(Lane(f"request {number}", tuple(spans)))
     write_trace(path, "client", lanes, more=read_events(path))
-
-
-def _names_lane(event: dict[str, Any]) -> bool:
-    return event["ph"] == "M" and event["name"] == "thread_name"

@@ -29,7 +29,9 @@ def one_table(record: Mapping[str, Any]) -> Table:
             text = " / ".join(f"{value:.2f}" for value in values.values())
             table.add_row(f"{label} {' / '.join(values)}", f"{text} ms")
     if "idle_fraction" in record:
-        table.add_row("device idle between steps", f"{100 * record['idle_fraction']:.1f} %")
+        table.add_row("device idle between steps", _percent(record["idle_fraction"]))
+    if "late_launch_fraction" in record:
+        table.add_row("in steps still being launched", _percent(record["late_launch_fraction"]))
     for kind, cores in record.get("cores", {}).items():
         table.add_row(f"{kind}'s CPU", f"{cores:.2f} cores")
     table.add_row("of the card's limit", _percent(record["limit_fraction"]))

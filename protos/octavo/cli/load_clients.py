@@ -1,8 +1,8 @@
 """The load of `octavo bench`: one or more processes that send requests and time the answers.
 
-One process reads some 25,000 frames a second and no more; a fast model behind several routers
-sends as many. So requests are dealt to processes, each of which keeps to one router, is told
-what to send, and starts when all are ready. Must not know: workloads, records. Entry point:
+One process reads some ten thousand frames a second without delaying the next; a fast model behind
+several routers sends more. So requests are dealt to processes, each of which keeps to one router,
+is told what to send, and starts when all are ready. Must not know: workloads, records. Entry point:
 `LoadClients`.
 """
 

@@ -28,14 +28,26 @@ def test_a_report_counts_gaps_between_steps(tmp_path: Path) -> None:
         Span("b", 10 * MS, 19 * MS),
         Span("c", 119 * MS, 121 * MS),
     )
-    write_trace(path, "worker", [Lane("launch", steps[:1]), Lane("device", steps)])
+    # The first was launched before; the second 1 ms after its begin; the third not until its end.
+    launches = (
+        Span("a", -2 * MS, -1 * MS),
+        Span("b", 5 * MS, 11 * MS),
+        Span("c", 119 * MS, 123 * MS),
+    )
+    write_trace(path, "worker", [Lane("launch", launches), Lane("device", steps)])
     assert report(path) == {
         "num_steps": 3,
         "step_ms": {"p50": 9.0, "p90": 9.0, "p99": 9.0},
         "idle_fraction": round(1 / 21, 4),
+        "late_launch_fraction": round((1 + 2) / 21, 4),
     }
     write_trace(path, "worker", [Lane("device", ())])
-    assert report(path) == {"num_steps": 0, "step_ms": {}, "idle_fraction": 0.0}
+    assert report(path) == {
+        "num_steps": 0,
+        "step_ms": {},
+        "idle_fraction": 0.0,
+        "late_launch_fraction": 0.0,
+    }
 
 
 def test_clients_are_shown_frame_by_frame(tmp_path: Path) -> None:
