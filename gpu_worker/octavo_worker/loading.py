@@ -165,6 +165,8 @@ def load_runner(
     folder = resolve_model(
         settings.model, settings.revision, weights=settings.load_format != "random"
     )
+    # Tells imports and the device's own start apart from what follows.
+    _logger.info("loading %s on %s", folder, device)
     group = None if make_group is None else make_group(folder, device)
     model = load_any_model(
         folder,
