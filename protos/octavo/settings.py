@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigurationError
 from octavo.file_stamp import FileStamp, stamp_of
@@ -288,6 +288,17 @@ class RouterSettings(CommonSettings):
     )
 
 
+class Preset(NamedTuple):
+    """What a preset stands for where nothing is set; 0 = no limit."""
+
+    itl_target_ms: float
+    itl_stretch: float
+
+
+# 2.25 keeps gaps below 3 usual ones even where a chunk takes longer than estimated.
+PRESETS = {"latency": Preset(50.0, 2.25), "throughput": Preset(0.0, 0.0)}
+
+
 @dataclass(frozen=True)
 class SchedulerSettings(CommonSettings):
     """Settings of `octavo scheduler`."""
@@ -330,8 +341,21 @@ class SchedulerSettings(CommonSettings):
         2000.0, "longest extra wait for a worker that has the prefix", minimum=0
     )
     min_chunk_tokens: int = setting(64, "least prefill chunk while anything waits", minimum=1)
-    preset: str = setting("latency", "latency or throughput", choices=("latency", "throughput"))
-    itl_target_ms: float = setting(0.0, "inter-token target; 0 = the preset's", minimum=0)
+    preset: str = setting(
+        "latency",
+        "latency: prompts are computed beside streams in chunks that hardly delay these; "
+        "throughput: in chunks as large as a step",
+        choices=tuple(PRESETS),
+    )
+    itl_target_ms: float = setting(
+        0.0, "longest step beside a stream, if chunks allow; 0 = the preset's", minimum=0
+    )
+    itl_stretch: float = setting(
+        0.0,
+        "the same, in steps that its streams are used to; 0 = the preset's, or none beside an "
+        "itl_target_ms",
+        minimum=0,
+    )
     plans_queued: int = setting(2, "plans sent ahead of results", minimum=1, maximum=8)
     lease_steps: int = setting(
         8, "decode steps a worker may run by itself (decode_until); 0 = none", minimum=0
@@ -341,6 +365,13 @@ class SchedulerSettings(CommonSettings):
     max_preemptions: int = setting(3, "times a sequence may be preempted", minimum=0)
     hang_floor_s: float = setting(5.0, "least silence that counts as a hang", minimum=0.1)
     check_integrity: bool = setting(False, "check the block pool after every step (slow)")
+
+    @property
+    def itl_limits(self) -> Preset:
+        """The preset's, but for what is set by itself."""
+        preset = PRESETS[self.preset]
+        stretch = self.itl_stretch or (0.0 if self.itl_target_ms else preset.itl_stretch)
+        return Preset(self.itl_target_ms or preset.itl_target_ms, stretch)
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,23 @@ Running rows decode first; what is left of the token budget goes to prefill chun
 simulator can call everything here.
 
 Must not know: sequences' contents, workers, I/O, time. Entry points: `chunk_budget`,
-`admission_room`, `share_budget`, `choose_victim`, `can_lease`, `lease_end`.
+`step_target_s`, `admission_room`, `share_budget`, `choose_victim`, `can_lease`, `lease_end`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo_scheduler.step_cost import StepCost
+
 # A lease may use up at most this share of the free blocks.
 _LEASE_SHARE = 0.25
-_SMOOTHING = 0.1
+_UNSEEN_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Fixed numbers of one worker's batches; `itl_target_s` 0 = none."""
+    """Fixed numbers of one worker's batches; `itl_target_s` and `itl_stretch` 0 = none."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -27,6 +29,7 @@ class BatchLimits:
     itl_target_s: float = 0.0
     plans_queued: int = 2
     lease_steps: int = 0
+    itl_stretch: float = 0.0
 
     @staticmethod
     def of(
@@ -36,102 +39,47 @@ class BatchLimits:
         itl_target_s: float = 0.0,
         plans_queued: int = 2,
         lease_steps: int = 0,
+        itl_stretch: float = 0.0,
     ) -> "BatchLimits":
         """Limits that leave every step room for a least chunk beside the decode rows."""
         chunk = max(1, min(min_chunk_tokens, max_num_batched_tokens // 2))
         rows = max(1, min(max_num_seqs, max_num_batched_tokens - chunk))
         return BatchLimits(
-            rows, max_num_batched_tokens, chunk, itl_target_s, plans_queued, lease_steps
+            *(rows, max_num_batched_tokens, chunk),
+            *(itl_target_s, plans_queued, lease_steps, itl_stretch),
         )
 
 
-class StepCost:
-    """Measured step times: a decode step's, and a prefill token's on top (0 = unknown).
+def step_target_s(limits: BatchLimits, decode_s: float) -> float:
+    """How long a step with chunks may last beside rows whose decode step takes `decode_s`; 0 = as
+    long as it takes.
 
-    A prefill token's cost is the time of recent chunks over their tokens, so that large chunks
-    count for more: a short one costs a step's fixed time and says little about a token. What a
-    row adds to a decode step is the slope of a line through recent steps.
+    Who reads a stream sees a gap beside the usual ones: so many times a decode step is what stays
+    unseen on any model and card. Below `_UNSEEN_S` nobody sees any.
     """
-
-    def __init__(self) -> None:
-        self.decode_s = 0.0
-        self._line = _Line()
-        self._chunks_s = 0.0
-        self._chunk_tokens = 0.0
-
-    @property
-    def prefill_token_s(self) -> float:
-        return self._chunks_s / self._chunk_tokens if self._chunk_tokens else 0.0
-
-    @property
-    def row_s(self) -> float:
-        """What each decoding row adds to a step's time; 0 = unknown, or nothing."""
-        return self._line.slope
-
-    def observe(self, step_s: float, num_prefill_tokens: int, num_rows: int) -> None:
-        """A step of `num_rows` drawn tokens was measured."""
-        if step_s <= 0.0:
-            return
-        if num_prefill_tokens == 0:
-            self.decode_s = _smooth(self.decode_s, step_s)
-            self._line.add(num_rows, step_s)
-        else:
-            extra = max(step_s - self.decode_s, 0.1 * step_s)
-            self._chunks_s = (1 - _SMOOTHING) * self._chunks_s + extra
-            self._chunk_tokens = (1 - _SMOOTHING) * self._chunk_tokens + num_prefill_tokens
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return 1.0 / self.prefill_token_s if self.prefill_token_s else 0.0
-
-    def step_s(self, num_prefill_tokens: int) -> float:
-        return self.decode_s + num_prefill_tokens * self.prefill_token_s
+    if not limits.itl_stretch:
+        return limits.itl_target_s
+    target_s = max(limits.itl_stretch * decode_s, _UNSEEN_S)
+    return min(target_s, limits.itl_target_s) if limits.itl_target_s else target_s
 
 
-class _Line:
-    """A line fitted to the recent points, older ones counting ever less (least squares)."""
-
-    _KEPT = 0.99
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, x: float, y: float) -> None:
-        kept = self._KEPT
-        self._weight = kept * self._weight + 1.0
-        self._x = kept * self._x + x
-        self._y = kept * self._y + y
-        self._xx = kept * self._xx + x * x
-        self._xy = kept * self._xy + x * y
-
-    @property
-    def slope(self) -> float:
-        """Never below 0; 0 while all x are about the same."""
-        if not self._weight:
-            return 0.0
-        mean = self._x / self._weight
-        variance = self._xx / self._weight - mean * mean
-        if variance < 0.25:
-            return 0.0
-        covariance = self._xy / self._weight - mean * self._y / self._weight
-        return max(0.0, covariance / variance)
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if old == 0.0 else old + _SMOOTHING * (new - old)
-
-
-def chunk_budget(limits: BatchLimits, num_decoding: int, cost: StepCost) -> int:
+def chunk_budget(
+    limits: BatchLimits, num_decoding: int, cost: StepCost, num_context: int = 0
+) -> int:
     """Tokens that a step's prefill chunks may take beside `num_decoding` decode rows.
 
     With rows decoding and an inter-token target, as many as the target leaves time for, but
-    never below the least chunk.
+    never below the least chunk. `num_context`: tokens before the chunk, the most of any row.
     """
     budget = max(0, limits.max_num_batched_tokens - num_decoding)
-    if num_decoding and limits.itl_target_s and cost.prefill_token_s:
-        time_left = max(0.0, limits.itl_target_s - cost.decode_s)
-        by_time = int(time_left / cost.prefill_token_s)
-        budget = min(budget, max(limits.min_chunk_tokens, by_time))
+    if not num_decoding:
+        return budget
+    decode_s = cost.decode_step_s(num_decoding)
+    target_s = step_target_s(limits, max(decode_s, cost.usual_s))
+    if target_s:
+        by_time = cost.chunk_tokens_within(max(0.0, target_s - decode_s), num_context)
+        if by_time is not None:
+            budget = min(budget, max(limits.min_chunk_tokens, by_time))
     return budget
 
 

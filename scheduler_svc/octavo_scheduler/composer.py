@@ -115,7 +115,9 @@ def make_room(
 
 
 def chunk_budget(worker: WorkerState) -> int:
-    return batcher.chunk_budget(worker.limits, worker.num_decoding, worker.cost)
+    # Newcomers begin at their cached prefix; who is under way is farther, mostly.
+    context = max((sequence.num_planned for sequence in worker.prefilling), default=0)
+    return batcher.chunk_budget(worker.limits, worker.num_decoding, worker.cost, context)
 
 
 def plan_chunks(worker: WorkerState, budget: int, max_preemptions: int) -> list[Sequence]:

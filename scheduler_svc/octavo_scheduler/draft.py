@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from octavo_scheduler.plan import Chunk
 from octavo_scheduler.sequence import FinishReason, Sequence
+from octavo_scheduler.step_cost import NO_CHUNKS, ChunkWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,11 @@ class SentPlan:
     decode_until: int = 0
     chunks: tuple[SentChunk, ...] = ()
     added: tuple[Sequence, ...] = ()
-    num_prefill_tokens: int = 0
+    work: ChunkWork = NO_CHUNKS
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.work.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Draft:
     updates: list[int] = field(default_factory=list[int])
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     sent_chunks: list[SentChunk] = field(default_factory=list[SentChunk])
+    work: ChunkWork = NO_CHUNKS
     # A row that lives on the device is released: don't wait for other reasons to send.
     is_urgent: bool = False
 

@@ -15,7 +15,6 @@ from octavo_scheduler.worker_state import WorkerState
 
 # Taken for a worker's times before its first results: it may still warm up.
 _UNMEASURED_STEP_S, _UNMEASURED_TOKEN_S = 1.0, 0.01
-_LATENCY_PRESET_ITL_S = 0.05
 
 
 class PlanSink(Protocol):
@@ -112,16 +111,15 @@ def state_of(
     worker_id: str, model: ModelSpec, capacity: Capacity, settings: SchedulerSettings
 ) -> WorkerState:
     """The empty state of a worker that was just attached."""
-    itl_s = settings.itl_target_ms / 1000
-    if not itl_s and settings.preset == "latency":
-        itl_s = _LATENCY_PRESET_ITL_S
+    itl = settings.itl_limits
     limits = BatchLimits.of(
         _least(settings.max_num_seqs, capacity.max_num_seqs),
         _least(settings.max_num_batched_tokens, capacity.max_num_batched_tokens),
         settings.min_chunk_tokens,
-        itl_s,
+        itl.itl_target_ms / 1000,
         settings.plans_queued,
         settings.lease_steps,
+        itl.itl_stretch,
     )
     return WorkerState(
         worker_id,

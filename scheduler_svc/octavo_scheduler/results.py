@@ -23,6 +23,7 @@ from octavo_scheduler.plan import (
     StepOutcome,
 )
 from octavo_scheduler.sequence import FinishReason, Sequence, State
+from octavo_scheduler.step_cost import NO_CHUNKS
 from octavo_scheduler.worker_state import Leaving, WorkerState
 
 
@@ -107,9 +108,12 @@ def read_outcome(worker: WorkerState, outcome: StepOutcome) -> Reading:
         assert sequence is not None
         worker.release(sequence, is_dead=True)
         reading.ended.append(Ended(sequence, _reason(int(outcome.events[entry]))))
+    work, num_decoding = NO_CHUNKS, rows.size
     if outcome.repeat == 0:
         _resolve_leaving(worker, reading)
-    worker.cost.observe(outcome.step_us * 1e-6, reading.num_prefill_tokens, rows.size)
+        work = worker.applied.work
+        num_decoding -= sum(chunk.is_last for chunk in worker.applied.chunks)
+    worker.cost.observe(outcome.step_us * 1e-6, max(0, num_decoding), work)
     return reading
 
 

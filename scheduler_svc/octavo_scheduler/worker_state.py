@@ -21,13 +21,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octavo_scheduler.batcher import BatchLimits, StepCost
+from octavo_scheduler.batcher import BatchLimits
 from octavo_scheduler.block_pool import BlockPool
 from octavo_scheduler.draft import Draft, Leaving, SentChunk, SentPlan
 from octavo_scheduler.growth import OutputLengths, peak_blocks
 from octavo_scheduler.plan import AddedRow, Capacity, Chunk, Plan
 from octavo_scheduler.rows import RowTable
 from octavo_scheduler.sequence import FinishReason, Lost, Sequence, State
+from octavo_scheduler.step_cost import ChunkWork, StepCost
 
 
 class WorkerState:
@@ -262,6 +263,7 @@ class WorkerState:
         token_ids = sequence.token_ids[start:end].tobytes()
         self.draft.chunks.append(Chunk(row, start, token_ids, is_last))
         self.draft.sent_chunks.append(SentChunk(sequence, end, is_last))
+        self.draft.work = self.draft.work.plus(ChunkWork.of(start, length))
         sequence.num_planned = end
         if is_last:
             self.prefilling.remove(sequence)
@@ -282,12 +284,8 @@ class WorkerState:
             sealed_hashes=b"".join(block_hash for _, block_hash in seals),
             decode_until=decode_until,
         )
-        tokens = sum(len(chunk.token_ids) // 4 for chunk in draft.chunks)
-        self.in_flight.append(
-            SentPlan(
-                plan.plan_id, decode_until, tuple(draft.sent_chunks), tuple(draft.added), tokens
-            )
-        )
+        sent_chunks, added = tuple(draft.sent_chunks), tuple(draft.added)
+        self.in_flight.append(SentPlan(plan.plan_id, decode_until, sent_chunks, added, draft.work))
         self.next_plan_id += 1
         return plan
 

@@ -3,7 +3,7 @@
 Prefill and decode are two lanes: a step with chunks lasts as long as its prompt tokens take,
 and rows that decode go on beside it, a token each `decode_s`. So that an hour of a fleet fits
 into seconds, `stride` tokens may be drawn as one (an answer of 320 tokens is then 10 draws).
-`is_serial`: the lanes are one, and a step lasts as long as both.
+`is_serial`: the lanes are one, and a step lasts as long as both, as on a card.
 
 Must not know: requests, policies. Entry points: `Device.send`, `Cost`.
 """
@@ -23,7 +23,11 @@ _EPSILON_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A worker's speed and size (the null block comes on top of `num_blocks`)."""
+    """A worker's speed and size (the null block comes on top of `num_blocks`).
+
+    `row_s`: what each decoding row adds to a step; `pair_s`: each token before a prompt's token;
+    `mixed_s`: chunks of any length beside rows that decode.
+    """
 
     prefill_tokens_per_s: float = 16_000.0
     prompt_s: float = 0.02
@@ -33,6 +37,9 @@ class Cost:
     max_num_batched_tokens: int = 8192
     stride: int = 1
     is_serial: bool = False
+    row_s: float = 0.0
+    pair_s: float = 0.0
+    mixed_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -56,6 +63,7 @@ class _Step:
     is_waiting: bool  # it only waits for tokens to be due; a plan may cut in
     finished_rows: list[int] = field(default_factory=list[int])
     num_prefill_tokens: int = 0
+    serial_s: float = 0.0
 
 
 class Device:
@@ -119,8 +127,10 @@ class Device:
             ready = [row for row in self._rows.values() if self._may_draw(row)]
             if not ready or self._last_step >= self._decode_until:
                 return
-            self._step = _Step(None, is_waiting=True)
+            is_serial, decode_s = self.cost.is_serial, self._decode_s()
+            self._step = _Step(None, is_waiting=not is_serial, serial_s=decode_s)
             duration_s = max(0.0, min(row.due_s for row in ready) - now)
+            duration_s = decode_s if is_serial else duration_s
         self._schedule(duration_s, self._end)
 
     def _apply(self, plan: Plan, step: _Step) -> float:
@@ -141,6 +151,7 @@ class Device:
             num_tokens = len(chunk.token_ids) // 4
             step.num_prefill_tokens += num_tokens
             prefill_s += num_tokens / self.cost.prefill_tokens_per_s
+            prefill_s += num_tokens * (chunk.start + num_tokens / 2) * self.cost.pair_s
             if not row.is_begun:
                 row.is_begun = True
                 prefill_s += self.cost.prompt_s
@@ -149,11 +160,18 @@ class Device:
                 step.finished_rows.append(chunk.row)
         self.num_prefill_tokens += step.num_prefill_tokens
         self.busy_s += prefill_s
-        is_decoding = any(self._may_draw(row) for row in self._rows.values())
         # A leased plan without chunks is told at once: its repeats wait for what is due.
-        is_leased = plan.decode_until > self._last_step + 1
-        decode_s = self.cost.decode_s if is_decoding and not is_leased else 0.0
-        return prefill_s + decode_s if self.cost.is_serial else max(prefill_s, decode_s)
+        is_leased = plan.decode_until > self._last_step + 1 and not self.cost.is_serial
+        decode_s = 0.0 if is_leased else self._decode_s()
+        if decode_s and prefill_s:
+            prefill_s += self.cost.mixed_s
+        step.serial_s = prefill_s + decode_s
+        return step.serial_s if self.cost.is_serial else max(prefill_s, decode_s)
+
+    def _decode_s(self) -> float:
+        """How long a decode step of the rows that can draw takes."""
+        num_rows = sum(map(self._may_draw, self._rows.values()))
+        return self.cost.decode_s + num_rows * self.cost.row_s if num_rows else 0.0
 
     def _row_of(self, added: AddedRow) -> _Row:
         return _Row(
@@ -193,6 +211,8 @@ class Device:
 
     def _next_due(self, now: float) -> float:
         """On a grid of ticks that all rows share, so that their draws come together."""
+        if self.cost.is_serial:
+            return now
         if self.cost.stride == 1:
             return now + self.cost.decode_s - 2 * _EPSILON_S
         return (round(now / self._tick_s) + 1) * self._tick_s
@@ -212,9 +232,10 @@ class Device:
             if row.known >= row.limit:
                 del self._rows[i]
         step_s = step.num_prefill_tokens / self.cost.prefill_tokens_per_s
-        has_decoded = len(drawn) > len(step.finished_rows)
-        if has_decoded and (self.cost.is_serial or not step_s):
-            step_s += self.cost.decode_s
+        if self.cost.is_serial:
+            step_s = step.serial_s
+        elif len(drawn) > len(step.finished_rows) and not step_s:
+            step_s = self.cost.decode_s
         return StepOutcome(
             step=self._last_step,
             plan_id=self._plan_id,

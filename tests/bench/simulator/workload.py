@@ -2,7 +2,7 @@
 
 A request is lengths and block hashes. `follows` makes it a turn of a conversation: it arrives
 `think_s` after the request that it follows has ended. Everything random is seeded. Must not
-know: cells, routers. Entry points: `recorded`, `chats`, `steady`.
+know: cells, routers. Entry points: `recorded`, `chats`, `poisson`, `steady`.
 """
 
 from collections.abc import Sequence
@@ -140,6 +140,18 @@ def steady(
         )
         requests.append(SimRequest(now, num_prompt, num_output, hashes, tenant=tenant))
     return requests
+
+
+def poisson(*, per_s: float, duration_s: float, seed: int = 0) -> Workload:
+    """Cold prompts and answers as long as Azure's conversations, at random times."""
+    entries = load_trace(TRACES / "azure_conversation_trace.csv.gz")
+    rng = Random(seed)
+    requests: list[SimRequest] = []
+    now = 0.0
+    while (now := now + rng.expovariate(per_s)) < duration_s:
+        entry = rng.choice(entries)
+        requests.append(SimRequest(now, entry.num_prompt_tokens, entry.num_output_tokens, ()))
+    return Workload("azure", CHAT_BLOCK_TOKENS, tuple(requests))
 
 
 def together(name: str, *parts: Sequence[SimRequest]) -> Workload:

@@ -17,10 +17,21 @@ from tests.bench.simulator.experiment import (
     workload_of,
 )
 from tests.bench.simulator.fleet import Fleet, Shape, Trouble
-from tests.bench.simulator.workload import Workload, recorded, steady, together
+from tests.bench.simulator.workload import Workload, poisson, recorded, steady, together
 
 ONE_CELL = Shape(num_routers=1, num_cells=1, workers_per_cell=8)
 FOUR_CELLS = Shape(num_routers=4, num_cells=4, workers_per_cell=2)
+# An H200 with 8B parameters in bf16: weights and KV are read, attention looks back.
+H200_8B = Cost(
+    prefill_tokens_per_s=41_000,
+    prompt_s=0,
+    decode_s=0.0052,
+    row_s=41e-6,
+    pair_s=1.75e-9,
+    mixed_s=0.002,
+    num_blocks=50_000,
+    is_serial=True,
+)
 # Loaded like the whole trace, and short.
 SHARE = 0.05
 
@@ -77,6 +88,21 @@ def test_a_flood_makes_its_own_tenant_wait() -> None:
     assert loud["loud"]["ttft_max_s"] <= 16.0
 
 
+def gaps_s(
+    workload: Workload, cost: Cost, settings: SchedulerSettings, from_s: float = 0.0
+) -> list[float]:
+    """Between the tokens of each answer while requests come, in order of length."""
+    until_s = workload.requests[-1].arrival_s
+    fleet = Fleet(workload, Shape(workers_per_cell=1), cost, settings, keeps_times=True)
+    gaps = (
+        later - earlier
+        for outcome in fleet.run()
+        for earlier, later in zip(outcome.times_s, outcome.times_s[1:], strict=False)
+        if from_s <= later <= until_s
+    )
+    return sorted(gaps)
+
+
 def test_chunks_keep_the_inter_token_target() -> None:
     """One lane for prefill and decode: long prompts between rows that decode."""
     cost = Cost(num_blocks=4000, max_num_batched_tokens=8192, prompt_s=0, is_serial=True)
@@ -87,16 +113,20 @@ def test_chunks_keep_the_inter_token_target() -> None:
     )
 
     def p99_gap_s(settings: SchedulerSettings) -> float:
-        fleet = Fleet(workload, Shape(workers_per_cell=1), cost, settings, keeps_times=True)
-        gaps_s = [
-            later - earlier
-            for outcome in fleet.run()
-            for earlier, later in zip(outcome.times_s, outcome.times_s[1:], strict=False)
-        ]
-        return sorted(gaps_s)[round(0.99 * len(gaps_s))]
+        gaps = gaps_s(workload, cost, settings)
+        return gaps[round(0.99 * len(gaps))]
 
     assert p99_gap_s(replace(SETTINGS, preset="latency")) <= 0.055
     assert p99_gap_s(replace(SETTINGS, preset="throughput")) >= 0.2
+
+
+@pytest.mark.parametrize("per_s", [10.0, 20.0])
+def test_gaps_stay_close_together_on_a_card(per_s: float) -> None:
+    """Conversations at 40 and 80 % of what a card can serve, its times those of an 8B model."""
+    workload = poisson(per_s=per_s, duration_s=10.0)
+    settings = replace(SETTINGS, preset="latency", enable_prefix_caching=False)
+    gaps = gaps_s(workload, H200_8B, settings, from_s=3.0)
+    assert gaps[round(0.99 * len(gaps))] <= 3 * gaps[len(gaps) // 2]
 
 
 # ---- troubles

@@ -1,18 +1,20 @@
 """Batch decisions as properties."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo_scheduler.batcher import (
     BatchLimits,
-    StepCost,
     admission_room,
     can_lease,
     choose_victim,
     chunk_budget,
     lease_end,
     share_budget,
+    step_target_s,
 )
+from octavo_scheduler.step_cost import ChunkWork, StepCost
 
 REMAINING = st.lists(st.integers(1, 600), max_size=30)
 
@@ -62,29 +64,85 @@ def test_an_accepted_newcomer_gets_a_chunk(budget: int, remaining: list[int], to
     batched=st.integers(2, 16_384),
     min_chunk=st.integers(1, 256),
     target_ms=st.sampled_from([0.0, 10.0, 50.0]),
+    stretch=st.sampled_from([0.0, 0.5, 2.5]),
     step_ms=st.floats(0.1, 200.0),
     token_us=st.floats(1.0, 5000.0),
 )
 def test_every_step_leaves_room_for_a_least_chunk(
-    rows: int, batched: int, min_chunk: int, target_ms: float, step_ms: float, token_us: float
+    rows: int,
+    batched: int,
+    min_chunk: int,
+    target_ms: float,
+    stretch: float,
+    step_ms: float,
+    token_us: float,
 ) -> None:
-    limits = BatchLimits.of(rows, batched, min_chunk, target_ms / 1000)
+    limits = BatchLimits.of(rows, batched, min_chunk, target_ms / 1000, itl_stretch=stretch)
     cost = StepCost()
-    cost.observe(step_ms / 1000, 0, 4)
-    cost.observe(step_ms / 1000 + token_us * 1e-6 * 100, 100, 4)
+    cost.observe(step_ms / 1000, 4)
+    cost.observe(step_ms / 1000 + token_us * 1e-6 * 100, 4, ChunkWork.of(0, 100))
     for num_decoding in (0, 1, limits.max_num_seqs):
         budget = chunk_budget(limits, num_decoding, cost)
         assert limits.min_chunk_tokens <= budget <= batched - num_decoding
 
 
+def measured() -> StepCost:
+    """A decode step of 4 rows takes 10 ms, a prompt token 20 µs on top."""
+    cost = StepCost()
+    cost.observe(0.010, 4)
+    cost.observe(0.030, 4, ChunkWork.of(0, 1000))
+    return cost
+
+
 def test_the_target_bounds_a_chunk_only_while_rows_decode() -> None:
     limits = BatchLimits.of(256, 8192, 64, itl_target_s=0.05)
+    assert chunk_budget(limits, 0, measured()) == 8192
+    assert chunk_budget(limits, 8, measured()) == pytest.approx(2000, abs=1)
+    assert chunk_budget(BatchLimits.of(256, 8192, 64), 8, measured()) == 8184
+
+
+def test_a_stretch_bounds_a_chunk_by_decode_steps() -> None:
+    limits = BatchLimits.of(256, 8192, 64, itl_stretch=2.5)
+    assert chunk_budget(limits, 0, measured()) == 8192
+    assert chunk_budget(limits, 4, measured()) == pytest.approx(750, rel=0.01)
+    assert chunk_budget(limits, 4, StepCost()) == 8188, "nothing was measured yet"
+
+
+def test_the_shorter_of_target_and_stretch_counts_and_nobody_sees_10_ms() -> None:
+    both = BatchLimits.of(256, 8192, 64, itl_target_s=0.05, itl_stretch=2.5)
+    assert step_target_s(both, 0.008) == pytest.approx(0.020)
+    assert step_target_s(both, 0.030) == pytest.approx(0.050)
+    assert step_target_s(both, 0.001) == pytest.approx(0.010)
+    assert step_target_s(BatchLimits.of(256, 8192, 64, itl_target_s=0.005), 0.001) == 0.005
+    assert step_target_s(BatchLimits.of(256, 8192, 64), 0.008) == 0.0
+
+
+def test_a_chunk_far_into_its_prompt_is_shorter() -> None:
+    limits = BatchLimits.of(256, 8192, 64, itl_stretch=2.5)
     cost = StepCost()
-    cost.observe(0.010, 0, 4)
-    cost.observe(0.030, 1000, 4)  # 20 µs a token on top of a decode step
-    assert chunk_budget(limits, 0, cost) == 8192
-    assert chunk_budget(limits, 8, cost) == 2000
-    assert chunk_budget(BatchLimits.of(256, 8192, 64), 8, cost) == 8184
+    cost.observe(0.010, 4)
+    for start in range(0, 8000, 400):  # the 10,000 tokens before it double a token's 20 µs
+        work = ChunkWork.of(start, 400)
+        cost.observe(0.010 + 20e-6 * work.num_tokens + 2e-9 * work.num_pairs, 4, work)
+        cost.observe(0.010, 4)
+    for context in (0, 4000, 8000):
+        chunk = ChunkWork.of(context, chunk_budget(limits, 4, cost, context))
+        step_s = 0.010 + 20e-6 * chunk.num_tokens + 2e-9 * chunk.num_pairs
+        assert step_s == pytest.approx(0.025, rel=0.02)
+
+
+def test_while_most_steps_have_chunks_these_may_grow_up_to_the_target() -> None:
+    """Streams are used to them, and what waits is computed at last."""
+    limits = BatchLimits.of(256, 8192, 64, itl_target_s=0.05, itl_stretch=2.5)
+    cost = measured()
+    lengths: list[int] = []
+    for _ in range(1000):
+        lengths.append(chunk_budget(limits, 4, cost))
+        cost.observe(0.010 + 20e-6 * lengths[-1], 4, ChunkWork.of(0, lengths[-1]))
+    assert lengths[0] < lengths[100] < lengths[-1] == pytest.approx(2000, rel=0.01)
+    for _ in range(1000):
+        cost.observe(0.010, 4)
+    assert chunk_budget(limits, 4, cost) == pytest.approx(lengths[0], rel=0.01)
 
 
 ORDER = st.tuples(st.integers(-2, 2), st.integers(0, 50), st.just(0))
@@ -120,30 +178,3 @@ def test_leases_need_ample_room() -> None:
     assert can_lease(limits, num_decoding=16, num_free=64, block_size=16)
     assert not can_lease(limits, num_decoding=17, num_free=64, block_size=16)
     assert not can_lease(BatchLimits.of(64, 512, 64), 1, 1000, 16)
-
-
-def test_short_chunks_do_not_spoil_the_cost_of_a_token() -> None:
-    cost = StepCost()
-    cost.observe(0.010, 0, 4)
-    cost.observe(0.015, 5, 4)  # a fixed 5 ms, whatever the chunk
-    for _ in range(3):
-        cost.observe(0.115, 1000, 4)
-    assert cost.prefill_token_s < 1.1e-4
-
-
-def test_what_a_row_costs_is_the_slope_of_recent_steps() -> None:
-    cost = StepCost()
-    for _ in range(20):
-        cost.observe(0.010, 0, 8)
-    assert cost.row_s == 0.0, "the same rows all the time tell nothing"
-    for rows in (1, 2, 4, 8, 16, 32):
-        cost.observe(0.005 + 0.001 * rows, 0, rows)
-        cost.observe(0.5, 1000, rows)  # chunks say nothing of rows
-    assert 0.0008 < cost.row_s < 0.0012
-    for rows in range(300):
-        cost.observe(0.005, 0, rows % 30)
-    assert cost.row_s < 0.0002, "what is long ago is forgotten"
-    falling = StepCost()
-    for rows in (1, 2, 3):
-        falling.observe(0.01 / rows, 0, rows)
-    assert falling.row_s == 0.0
