@@ -11,6 +11,7 @@ FLAGS = "--path both --workload bs8,mixed --protocol all --scale 0.03 --routers 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_both_paths_are_measured_on_one_start_each(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     command = [sys.executable, "-m", "octavo", "bench", *FLAGS.split(), "--backend", "cpu"]

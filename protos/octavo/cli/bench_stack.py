@@ -7,17 +7,19 @@ Entry point: `measure_stack`.
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 from octavo.cli.bench_bar import Bar, ignore
 from octavo.cli.bench_cases import Case, Measured, warm_ups, with_fresh_ids
 from octavo.cli.bench_options import BenchOptions
 from octavo.cli.console import Console
-from octavo.cli.load_clients import Job, LoadClients, first_cause
+from octavo.cli.load_clients import Answers, Job, LoadClients, OnTokens, first_cause
 from octavo.cli.measurement import Run
 from octavo.cli.service_readings import read_services
 from octavo.cli.stack import Endpoints, Stack
+from octavo.cli.workloads import BenchRequest
 from octavo.errors import OctavoError
 
 Emit = Callable[[Measured], None]
@@ -26,24 +28,23 @@ Emit = Callable[[Measured], None]
 async def measure_stack(options: BenchOptions, emit: Emit) -> None:
     """Measure all cases; `emit` is called as soon as one is measured, with a profile when it is
     written."""
-    key = os.environ.get("OCTAVO_API_KEY")
     if options.url:
-        door = Endpoints(options.url, options.url, "")
-        with LoadClients([door], options.num_clients, key) as clients:
+        with LoadClients(options.num_clients) as clients:
             try:
-                await _Runs(options, clients, None).run(emit)
+                await _Runs(options, clients, options.url).run(emit)
             except (OSError, ExceptionGroup) as error:
                 raise OctavoError(f"{options.url}: {first_cause(error)}") from error
         return
     stack = Stack(options.stack, Console(is_quiet=not options.is_verbose))
     kept: list[Measured] = []
-    try:
-        await stack.start()
-        with LoadClients(stack.doors, options.num_clients, key) as clients:
+    # Clients first: they get ready while the model loads.
+    with LoadClients(options.num_clients) as clients:
+        try:
+            await stack.start()
             runs = _Runs(options, clients, stack)
             await _unless_it_fails(stack, runs.run(kept.append if options.profile else emit))
-    finally:
-        await stack.stop()
+        finally:
+            await stack.stop()
     # The worker writes its trace when it ends.
     for measured in kept:
         emit(measured)
@@ -62,19 +63,20 @@ async def _unless_it_fails(stack: Stack, measuring: Coroutine[None, None, None])
 
 
 class _Runs:
-    """All cases through running services; `stack`: None if they are others'."""
+    """All cases through running services: a stack of ours, or those at a URL."""
 
-    def __init__(self, options: BenchOptions, clients: LoadClients, stack: Stack | None) -> None:
+    def __init__(self, options: BenchOptions, clients: LoadClients, where: Stack | str) -> None:
         self._options = options
         self._clients = clients
-        self._stack = stack
+        self._stack = where if isinstance(where, Stack) else None
+        self._doors = where.doors if isinstance(where, Stack) else [Endpoints(where, where, "")]
         self._num_sent = 0
 
     async def run(self, emit: Emit) -> None:
         options = self._options
         for protocol in options.protocols:
             for warm_up in warm_ups(options.cases):
-                await self._clients.run(Job(protocol, warm_up.requests, warm_up.sampling), ignore)
+                await self._send(protocol, warm_up.requests, warm_up.sampling, ignore)
         for case in options.cases:
             for protocol in options.protocols:
                 runs = [await self._once(case, protocol, number) for number in range(case.num_runs)]
@@ -90,13 +92,23 @@ class _Runs:
             self._num_sent += 1
         before = None if stack is None else await read_services(stack)
         with Bar(case, number) as advance:
-            answers = await self._clients.run(Job(protocol, requests, case.sampling), advance)
+            answers = await self._send(protocol, requests, case.sampling, advance)
         run = Run(answers.timings, cores={"client": round(answers.cores, 3)})
         if stack is None or before is None:
             return run
         after = await read_services(stack)
         cores = {**run.cores, **after.cores_since(before)}
         return replace(run, steps=after.steps_since(before), cores=cores)
+
+    def _send(
+        self,
+        protocol: str,
+        requests: Sequence[BenchRequest],
+        sampling: dict[str, Any],
+        on_tokens: OnTokens,
+    ) -> Coroutine[Any, Any, Answers]:
+        job = Job(protocol, requests, sampling, os.environ.get("OCTAVO_API_KEY"))
+        return self._clients.run(self._doors, job, on_tokens)
 
 
 def _warn_of_cached(measured: Measured) -> None:

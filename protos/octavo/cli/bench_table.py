@@ -56,12 +56,10 @@ def _last(values: Mapping[str, float] | None) -> str:
     return f"{values['p99']:.2f}" if values else "-"
 
 
-def _busiest(cores: Mapping[str, float] | None) -> str:
-    """Which process used most of a core: what is at 1 may be what was measured."""
-    if not cores:
-        return "-"
-    kind = max(cores, key=lambda kind: cores[kind])
-    return f"{kind} {cores[kind]:.2f}"
+def _cores(cores: Mapping[str, float] | None) -> str:
+    """What is at 1 and has one thread may be what was measured."""
+    kinds = ("client", "router", "scheduler", "worker")
+    return " ".join(f"{cores[kind]:.2f}" for kind in kinds if kind in cores) if cores else "-"
 
 
 # Heading, width, and what stands there of a record.
@@ -78,7 +76,7 @@ _COLUMNS = (
     ("step ms", 9, lambda r: f"{r['step_ms']['mean']:.2f}" if r.get("step_ms") else "-"),
     ("idle", 7, lambda r: _percent(r.get("idle_fraction"))),
     ("launch p99 ms", 14, lambda r: _last(r.get("plan_launch_ms"))),
-    ("busiest", 16, lambda r: _busiest(r.get("cores"))),
+    ("CPU cl ro sch wo", 21, lambda r: _cores(r.get("cores"))),
 )
 HEAD = "".join(
     f"{name:<{-width}}" if width < 0 else f"{name:>{width}}" for name, width, _ in _COLUMNS

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -31,12 +31,14 @@ _TELL_S = 0.25
 _END_TIMEOUT_S = 5.0
 
 
-class Job(NamedTuple):
-    """What a client sends, all at once."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is sent, all at once; with a key if the router wants one."""
 
     protocol: str
     requests: Sequence[BenchRequest]
     sampling: dict[str, Any]
+    api_key: str | None = None
 
 
 class Answers(NamedTuple):
@@ -46,41 +48,21 @@ class Answers(NamedTuple):
     cores: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A router, and the key that it wants."""
-
-    endpoints: Endpoints
-    api_key: str | None
-
-    async def send(self, job: Job, on_tokens: OnTokens) -> Answers:
-        began_s, cpu_s = time.perf_counter(), time.process_time()
-        if job.protocol == "grpc":
-            address = self.endpoints.grpc_address.removeprefix("http://")
-            run = await run_grpc(address, job.requests, job.sampling, on_tokens, self.api_key)
-        else:
-            url, model = self.endpoints.url.rstrip("/"), self.endpoints.model
-            run = await run_http(url, model, job.requests, job.sampling, on_tokens, self.api_key)
-        elapsed_s = time.perf_counter() - began_s
-        return Answers(run.timings, (time.process_time() - cpu_s) / elapsed_s)
-
-
 class LoadClients:
-    """Clients of the routers `doors`, dealt to them in turn; in a `with` block. One alone runs
-    in this process."""
+    """Clients, in a `with` block; one alone runs in this process."""
 
-    def __init__(self, doors: Sequence[Endpoints], num_clients: int, api_key: str | None) -> None:
-        self._targets = [_Target(doors[i % len(doors)], api_key) for i in range(num_clients)]
+    def __init__(self, num_clients: int) -> None:
+        self._num_clients = num_clients
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
     def __enter__(self) -> Self:
-        if len(self._targets) > 1:
+        if self._num_clients > 1:
             context = multiprocessing.get_context("spawn")
-            for number, target in enumerate(self._targets):
+            for number in range(self._num_clients):
                 here, there = context.Pipe()
-                arguments = (there, os.getpid(), target)
-                process = context.Process(target=_serve, args=arguments, name=f"client-{number}")
+                arguments, name = (there, os.getpid()), f"client-{number}"
+                process = context.Process(target=_serve, args=arguments, name=name)
                 process.start()
                 there.close()
                 self._processes.append(process)
@@ -101,15 +83,16 @@ class LoadClients:
             process.join(_END_TIMEOUT_S)
             process.kill()
 
-    async def run(self, job: Job, on_tokens: OnTokens) -> Answers:
-        """Send all of `job`'s requests now. Raises what failed first, as OctavoError."""
+    async def run(self, doors: Sequence[Endpoints], job: Job, on_tokens: OnTokens) -> Answers:
+        """Send all of `job`'s requests now, each client to one of the routers `doors`, in turn.
+        Raises what failed first, as OctavoError where it failed in another process."""
         if not self._connections:
-            return await self._targets[0].send(job, on_tokens)
+            return await _send(doors[0], job, on_tokens)
         # As few clients as requests; a client without any has nothing to say.
         connections = self._connections[: len(job.requests)]
         for number, connection in enumerate(connections):
-            part = job.requests[number :: len(connections)]
-            connection.send(Job(job.protocol, part, job.sampling))
+            part = replace(job, requests=job.requests[number :: len(connections)])
+            connection.send((doors[number % len(doors)], part))
         for connection in connections:
             await asyncio.to_thread(connection.recv)
         for connection in connections:
@@ -123,6 +106,17 @@ class LoadClients:
             timings[number :: len(connections)] = part.timings
         found = tuple(timing for timing in timings if timing is not None)
         return Answers(found, max(part.cores for part in parts))
+
+
+async def _send(door: Endpoints, job: Job, on_tokens: OnTokens) -> Answers:
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    what = (job.requests, job.sampling, on_tokens, job.api_key)
+    if job.protocol == "grpc":
+        run = await run_grpc(door.grpc_address.removeprefix("http://"), *what)
+    else:
+        run = await run_http(door.url.rstrip("/"), door.model, *what)
+    elapsed_s = time.perf_counter() - began_s
+    return Answers(run.timings, (time.process_time() - cpu_s) / elapsed_s)
 
 
 def _collect(connection: Connection, on_tokens: OnTokens) -> Answers:
@@ -143,20 +137,20 @@ def _collect(connection: Connection, on_tokens: OnTokens) -> Answers:
 # In a client's process --------------------------------------------------------------------
 
 
-def _serve(connection: Connection, parent_pid: int, target: _Target) -> None:
+def _serve(connection: Connection, parent_pid: int) -> None:
     """Run jobs until the other side hangs up."""
     die_with_parent(parent_pid)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         while True:
             try:
-                job = connection.recv()
+                door, job = connection.recv()
                 connection.send(None)
                 connection.recv()
             except (EOFError, OSError):
                 return
             told = _Told(connection)
             try:
-                answers = runner.run(target.send(job, told))
+                answers = runner.run(_send(door, job, told))
             except Exception as error:
                 connection.send(str(first_cause(error)))
             else:

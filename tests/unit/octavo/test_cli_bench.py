@@ -427,8 +427,8 @@ def test_what_is_measured_is_recorded_at_once_with_the_split_cost(
     options = parse_bench_options(flags)
     greedy, sampled = options.cases
     report = BenchReport(options)
-    run = _run_of_two()
-    slow = Run((RequestTiming(10, 0.0, 5, 0, 1.0, 2.5, [1.5]),), cores={"router": 0.5})
+    run, cores = _run_of_two(), {"client": 0.3, "router": 0.5, "scheduler": 0.2, "worker": 1.1}
+    slow = Run((RequestTiming(10, 0.0, 5, 0, 1.0, 2.5, [1.5]),), cores=cores)
     report.add(Measured(greedy, None, (slow, run)))
     assert len(file.read_text().splitlines()) == 1
     report.add(Measured(greedy, "http", (slow,)))
@@ -449,7 +449,7 @@ def test_what_is_measured_is_recorded_at_once_with_the_split_cost(
     assert title == "some-model float32 on None"
     assert rows == [HEAD, row_of(bare), row_of(http), row_of(grpc)]
     assert rows[2].split()[:6] == ["bs1", "greedy", "http", "2.0", "2.50", "0.800"]
-    assert rows[2].endswith("router 0.50")
+    assert rows[2].endswith(" 0.30 0.50 0.20 1.10")
 
 
 @pytest.mark.timeout(300)
