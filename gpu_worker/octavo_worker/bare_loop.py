@@ -81,7 +81,9 @@ class BareLoop:
             on_tokens(batch.take(outcome, time.perf_counter()))
         while runner.poll() is not None:
             pass
-        return Run(batch.timings, StepReport.of_steps(batch.steps_us, batch.gaps_us))
+        return Run(
+            batch.timings, StepReport.of_steps(batch.steps_us, batch.gaps_us, batch.launches_us)
+        )
 
     def close(self) -> None:
         """End what else computes, if the model is shared by ranks."""
@@ -124,6 +126,7 @@ class _Batch:
         self._plan_id = 0
         self._num_usable_blocks = num_blocks - 1
         self.steps_us: list[int] = []
+        self.launches_us: list[int] = []
         self.gaps_us: list[int] = []
 
     @property
@@ -149,6 +152,7 @@ class _Batch:
     def take(self, outcome: StepOutcome, now_s: float) -> int:
         """Note an outcome's times, tokens and ends; returns the number of tokens."""
         self.steps_us.append(outcome.step_us)
+        self.launches_us.append(outcome.launch_us)
         self.gaps_us.append(outcome.gap_us)
         columns = (outcome.rows.tolist(), outcome.events.tolist())
         for row, event in zip(*columns, strict=True):

@@ -238,6 +238,7 @@ class Engine:
         metrics.steps.inc()
         metrics.step_time.observe(outcome.step_us / 1e6)
         metrics.step_gap.observe(outcome.gap_us / 1e6)
+        metrics.step_launch.observe(outcome.launch_us / 1e6)
         metrics.step_tokens.observe(outcome.num_prefill_tokens + outcome.num_decode_tokens)
         if outcome.repeat == 0:
             metrics.plan_wait.observe(outcome.wait_us / 1e6)

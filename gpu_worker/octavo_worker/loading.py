@@ -24,6 +24,7 @@ from octavo_worker.backends import Backend, choose_backend
 from octavo_worker.engine import Engine
 from octavo_worker.gpu_readings import gpu_reader
 from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches, kv_dtype_of, size_kv_cache
+from octavo_worker.late_compiles import LateCompiles
 from octavo_worker.models import Model, ModelConfig, load_any_model
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import KVCaches, Runner
@@ -114,6 +115,7 @@ def load(
         on_compiling()
         warm_up(runner, loaded.limits, loaded.max_num_batched_tokens)
         _capture(runner, loaded.model)
+        LateCompiles(metrics).watch()
     metrics.sample_gpus(gpu_reader(device))
     if settings.profile:
         runner.profile = StepProfile()

@@ -105,6 +105,7 @@ class PendingStep:
             wait_us=self.wait_us,
             step_us=self.step_us(),
             gap_us=self.gap_us(),
+            launch_us=(self.left_ns - self.launched_ns) // 1000,
             prompt_logprobs=tuple(to_prompt_logprobs(*drawn) for drawn in self.prompt),
         )
 

@@ -194,3 +194,4 @@ class StepOutcome:
     step_us: int
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     gap_us: int = 0
+    launch_us: int = 0

@@ -170,6 +170,15 @@ class WorkerMetrics(Metrics):
             STEP_BUCKETS_S,
         )
         self.step_tokens = self._tally("step_tokens", "Tokens computed in a step", TOKEN_BUCKETS)
+        self.step_launch = self._tally(
+            "step_launch_seconds",
+            "The host's time to launch a step (on a CPU, to run it); a compiler's or a graph "
+            "capture's is in it, and all rows wait",
+            STEP_BUCKETS_S,
+        )
+        self.late_compile = self._tally(
+            "late_compile_seconds", "Compiling a kernel that warming up missed", STEP_BUCKETS_S
+        )
         self.plan_wait = self._tally(
             "plan_wait_seconds", "From a plan's arrival to its launch", STEP_BUCKETS_S
         )

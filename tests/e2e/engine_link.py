@@ -28,7 +28,8 @@ class EngineDevice:
     """A loaded worker without its thread: who has it runs its steps. See `FakeDevice`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        loaded = load(settings, WorkerMetrics(CollectorRegistry()), _raise)
+        self._registry = CollectorRegistry()
+        loaded = load(settings, WorkerMetrics(self._registry), _raise)
         spec, capacity = loaded.spec, loaded.capacity
         self.runner = loaded.engine.runner
         self.max_in_flight = loaded.engine.max_in_flight
@@ -41,6 +42,7 @@ class EngineDevice:
             vocab_size=spec.vocab_size,
         )
         self.violations: list[str] = []
+        self.worst_launch_ms = 0.0
         self.poison(np.arange(self.size.num_blocks))
 
     @property
@@ -51,6 +53,11 @@ class EngineDevice:
     @property
     def can_repeat(self) -> bool:
         return self.runner.can_repeat
+
+    @property
+    def num_late_compiles(self) -> int:
+        """Kernels that compiled since the model was loaded; their names are in the log."""
+        return int(self._registry.get_sample_value("octavo_late_compile_seconds_count") or 0)
 
     def reset(self) -> None:
         """A new epoch: rows go, sealed blocks stay; all others are poisoned again."""
@@ -76,6 +83,7 @@ class EngineDevice:
         """The oldest step's result."""
         outcome = self.runner.poll()
         assert outcome is not None
+        self.worst_launch_ms = max(self.worst_launch_ms, outcome.launch_us / 1e3)
         for fault in outcome.faults:
             self.violations.append(f"step {outcome.step}, row {fault.row}: {fault.message}")
         values = [item.logprob for item in outcome.logprobs]

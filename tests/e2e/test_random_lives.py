@@ -83,6 +83,10 @@ def live_long(
         if seed == 10:
             early_bytes = device_bytes()
     print(f"{seed} lives: {totals}; replayed {num_replayed}, {num_differing} otherwise")
+    print(
+        f"longest launch of a step: {device.worst_launch_ms:.1f} ms; "
+        f"{device.num_late_compiles} kernels compiled late"
+    )
     # Nearly equal logits may be drawn from otherwise in another batch: once in many answers.
     assert num_differing <= num_replayed // 40
     assert totals.preemptions > 0

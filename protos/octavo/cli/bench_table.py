@@ -32,6 +32,8 @@ def one_table(record: Mapping[str, Any]) -> Table:
         table.add_row("device idle between steps", _percent(record["idle_fraction"]))
     if "late_launch_fraction" in record:
         table.add_row("in steps still being launched", _percent(record["late_launch_fraction"]))
+    if "worst_launch_ms" in record:
+        table.add_row("longest launch of a step", f"{record['worst_launch_ms']:.2f} ms")
     for kind, cores in record.get("cores", {}).items():
         table.add_row(f"{kind}'s CPU", f"{cores:.2f} cores")
     table.add_row("of the card's limit", _percent(record["limit_fraction"]))

@@ -19,12 +19,13 @@ from octavo.cli.stack import Stack
 from octavo.cli.step_report import (
     GAP_SECONDS,
     LAUNCH_SECONDS,
+    STEP_LAUNCH_SECONDS,
     STEP_SECONDS,
     Histogram,
     StepReport,
 )
 
-_NAMES = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS)
+_NAMES = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS, STEP_LAUNCH_SECONDS)
 _TIMEOUT_S = 10.0
 
 

@@ -15,6 +15,7 @@ from octavo.cli.percentiles import percentiles
 STEP_SECONDS = "octavo_step_seconds"
 GAP_SECONDS = "octavo_step_gap_seconds"
 LAUNCH_SECONDS = "octavo_plan_launch_seconds"
+STEP_LAUNCH_SECONDS = "octavo_step_launch_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,25 @@ class StepReport:
     """`step_ms` has the mean, and percentiles where each step is known. `idle_fraction`: of the
     time from step to step while rows were live, the part in which the device idled.
     `plan_launch_ms`: percentiles of the time from when a plan could be launched to its launch;
-    empty without a scheduler."""
+    empty without a scheduler. `worst_launch_ms`: the longest that the host took to launch a step;
+    of histograms a bound above it."""
 
     num_steps: int
     step_ms: dict[str, float]
     idle_fraction: float
     plan_launch_ms: dict[str, float] = field(default_factory=dict[str, float])
+    worst_launch_ms: float = 0.0
 
     @classmethod
-    def of_steps(cls, steps_us: Sequence[int], gaps_us: Sequence[int]) -> Self:
-        """Of each step's time, and of the gap before it."""
+    def of_steps(
+        cls, steps_us: Sequence[int], gaps_us: Sequence[int], launches_us: Sequence[int]
+    ) -> Self:
+        """Of each step's time, of the gap before it, and of the host's time to launch it."""
         mean_ms = {"mean": round(sum(steps_us) / len(steps_us) / 1e3, 4)} if steps_us else {}
         steps_ms = percentiles([step_us / 1e3 for step_us in steps_us])
-        return cls(len(steps_us), mean_ms | steps_ms, _share(sum(gaps_us), sum(steps_us)))
+        share = _share(sum(gaps_us), sum(steps_us))
+        worst_ms = max(launches_us, default=0) / 1e3
+        return cls(len(steps_us), mean_ms | steps_ms, share, worst_launch_ms=worst_ms)
 
     @classmethod
     def of_histograms(cls, histograms: Mapping[str, Histogram]) -> Self:
@@ -83,6 +90,7 @@ class StepReport:
             {f"p{p}": round(1e3 * launches.quantile(p / 100), 3) for p in (50, 90, 99)}
             if launches.num_values
             else {},
+            round(1e3 * histograms[STEP_LAUNCH_SECONDS].quantile(1.0), 3) if num_steps else 0.0,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -91,6 +99,7 @@ class StepReport:
             "step_ms": self.step_ms,
             "idle_fraction": self.idle_fraction,
             "plan_launch_ms": self.plan_launch_ms,
+            "worst_launch_ms": self.worst_launch_ms,
         }
 
 

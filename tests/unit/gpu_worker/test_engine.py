@@ -110,6 +110,7 @@ def test_a_queued_plan_comes_before_the_next_repeat(max_in_flight: int) -> None:
     # Steps that could still run at each launch: 3 and 2 under plan 1, then until step 6.
     assert bench.registry.get_sample_value("octavo_plan_lead_steps_sum") == 3 + 2 + 3 + 2 + 1 + 0
     assert bench.registry.get_sample_value("octavo_plan_lead_steps_bucket", {"le": "0.0"}) == 1
+    assert bench.registry.get_sample_value("octavo_step_launch_seconds_count") == 6
 
 
 def test_steps_in_flight_change_no_token() -> None:

@@ -35,6 +35,7 @@ from octavo.cli.service_readings import read_histograms
 from octavo.cli.step_report import (
     GAP_SECONDS,
     LAUNCH_SECONDS,
+    STEP_LAUNCH_SECONDS,
     STEP_SECONDS,
     Histogram,
     StepReport,
@@ -390,14 +391,15 @@ def test_a_quantile_is_found_between_bounds() -> None:
 
 
 def test_steps_are_reported_alike_from_each_and_from_histograms() -> None:
-    assert StepReport.of_steps([1000, 3000], [0, 1000]).to_record() == {
+    assert StepReport.of_steps([1000, 3000], [0, 1000], [50, 7000]).to_record() == {
         "num_steps": 2,
         "step_ms": {"mean": 2.0, "p50": 1.0, "p90": 3.0, "p99": 3.0},
         "idle_fraction": 0.2,
         "plan_launch_ms": {},
+        "worst_launch_ms": 7.0,
     }
     metrics = WorkerMetrics(CollectorRegistry())
-    names = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS)
+    names = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS, STEP_LAUNCH_SECONDS)
 
     def read() -> dict[str, Histogram]:
         return read_histograms(exposition(metrics.registry, "")[0].decode(), names)
@@ -410,11 +412,15 @@ def test_steps_are_reported_alike_from_each_and_from_histograms() -> None:
     for _ in range(200):
         metrics.plan_launch.observe(0.00006)
     metrics.plan_launch.observe(0.03)
+    metrics.step_launch.observe(0.0003)
+    metrics.step_launch.observe(0.07)
     assert read().keys() == set(names)
     report = StepReport.of_histograms({n: h.since(before[n]) for n, h in read().items()})
     assert (report.num_steps, report.step_ms, report.idle_fraction) == (2, {"mean": 2.0}, 0.2)
     # All but one in 201 within the first bucket, which ends at a tenth of a millisecond.
     assert report.plan_launch_ms["p99"] <= 0.1
+    # Where a bucket ends in which the longest launch lies.
+    assert report.worst_launch_ms == 100.0
     nothing = StepReport.of_histograms({n: h.since(read()[n]) for n, h in read().items()})
     assert nothing == StepReport(0, {}, 0.0)
 
