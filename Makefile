@@ -109,7 +109,7 @@ GPU_PYTEST = OMP_NUM_THREADS=1 $(PYTEST) -m gpu -p no:benchmark
 GPU_JOBS ?= 11
 
 test-gpu: install ## what needs a CUDA card: 8 minutes on 16 cores; GPU_JOBS=11 processes and 5
-	@$(MAKE) --no-print-directory --output-sync=target -j 2 test-gpu-lives test-gpu-others
+	@$(MAKE) --no-print-directory -j 2 test-gpu-lives test-gpu-others
 
 test-gpu-lives:
 	$(GPU_PYTEST) -rP -n 5 $(RANDOM_LIVES)
