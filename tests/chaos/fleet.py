@@ -118,7 +118,7 @@ class Fleet:
     def kill(self, name: str) -> None:
         """kill -9."""
         self.services[name].kill(signal.SIGKILL)
-        self.services[name].process.wait(10)
+        self.services[name].process.wait(60)
 
     def freeze(self, name: str) -> None:
         """SIGSTOP: its connections live, it says nothing."""
@@ -191,35 +191,35 @@ class Fleet:
             else:
                 self.start(name)
 
-    def wait_whole(self) -> None:
-        """Until all processes are there, and all workers are led."""
+    def wait_served(self) -> None:
+        """Until all processes are there, all workers are led, and every router has a scheduler."""
         for service in self.services.values():
             service.wait_ready()
-        self.until(self._is_whole, "whole")
+        self.until(self._is_served, "served")
 
     def recover(self) -> None:
         """Heal, and wait until all is as at the start."""
         self.heal()
-        self.wait_whole()
+        self.wait_served()
         self.wait_settled()
 
     def wait_settled(self) -> None:
-        """Until the fleet is whole, and its schedulers share the workers alike."""
+        """Until every router knows every scheduler, and these share the workers alike."""
         share = -(-len(self.of_kind("worker")) // len(self.of_kind("scheduler")))
         self.until(lambda: self._is_whole() and max(self.num_led().values()) <= share, "settled")
 
+    def _is_served(self) -> bool:
+        return sum(self.num_led().values()) == len(self.of_kind("worker")) and all(
+            _is_ready(f"http://{s.address}") for s in self.of_kind("router")
+        )
+
     def _is_whole(self) -> bool:
-        """All workers are led, and every router knows every scheduler."""
         sessions = {
             total(self.metrics(name), "octavo_router_sessions")
             for name in self.services
             if name.startswith("router")
         }
-        return (
-            sum(self.num_led().values()) == len(self.of_kind("worker"))
-            and sessions == {len(self.of_kind("scheduler"))}
-            and all(_is_ready(f"http://{s.address}") for s in self.of_kind("router"))
-        )
+        return sessions == {len(self.of_kind("scheduler"))} and self._is_served()
 
     def wait_idle(self) -> None:
         """Until nothing runs or waits anywhere and every block of every worker is free."""

@@ -4,9 +4,11 @@
     outcome = mix.run([[FAULTS["worker killed"]], [FAULTS["redis full"], FAULTS["router killed"]]])
 
 In a round every stream is under way when the faults strike, and has ended before they are healed;
-its client has the next one under way by then. Afterwards: each stream ended once and well, with
-the ids of the undisturbed run, none missing, none twice; no block or row is held; Redis saw no more
-commands than time explains. Pauses are told, not judged. Entry points: `Mix`, `mixed_rounds`.
+its client has the next one under way by then. A scheduler, or a way to one, is struck when the
+fleet is settled; the rest also while schedulers still share the workers anew. Afterwards: each
+stream ended once and well, with the ids of the undisturbed run, none missing, none twice; no block
+or row is held; Redis saw no more commands than time explains. Pauses are told, not judged.
+Entry points: `Mix`, `mixed_rounds`.
 """
 
 import random
@@ -22,7 +24,7 @@ from tests.chaos.fleet import Fleet
 from tests.chaos.pauses import Pauses
 from tests.chaos.traffic import Call, Client, Door, Progress
 
-_IDLE_S = 2.0
+_IDLE_S = 1.0
 # Of commands at rest, in a run: records change more often, and come-backs cost some.
 _COMMANDS_FACTOR, _COMMANDS_EXTRA = 3, 500
 
@@ -81,7 +83,7 @@ class Outcome:
 
 
 class Mix:
-    """Runs on a settled, idle fleet, and leaves one."""
+    """Runs on an idle fleet, and leaves one that serves; the first time it is settled."""
 
     def __init__(self, fleet: Fleet, calls: Sequence[Call]) -> None:
         self.fleet = fleet
@@ -99,6 +101,7 @@ class Mix:
     def run(self, rounds: Sequence[Sequence[Fault]]) -> Outcome:
         """Fails when anything is lost."""
         done: list[Round] = []
+        self._wait_ready_for(rounds[0])
         # Counted anew whenever Redis starts anew.
         self.fleet.redis.command("CONFIG", "RESETSTAT")
 
@@ -106,20 +109,27 @@ class Mix:
             for number, faults in enumerate(rounds, 1):
                 progress.wait_begun()
                 start_s = time.monotonic()
-                for fault in faults:
-                    fault.strike(self.fleet)
-                progress.wait_answered()
-                self.fleet.heal()
+                try:
+                    for fault in faults:
+                        fault.strike(self.fleet)
+                    progress.wait_answered()
+                finally:
+                    self.fleet.heal()
                 if number < len(rounds):
-                    self.fleet.wait_whole()
+                    self._wait_ready_for(rounds[number])
                 done.append(Round(faults, start_s, time.monotonic()))
 
         started_s = time.monotonic()
         clients = self.fleet.traffic.run(self.calls, script)
         outcome = Outcome(done, clients, time.monotonic() - started_s, self._num_commands())
-        self.fleet.wait_whole()
+        self.fleet.wait_served()
         self._check(outcome)
         return outcome
+
+    def _wait_ready_for(self, faults: Sequence[Fault]) -> None:
+        self.fleet.wait_served()
+        if any(fault.struck in (Struck.SCHEDULER, Struck.LINK) for fault in faults):
+            self.fleet.wait_settled()
 
     def _check(self, outcome: Outcome) -> None:
         may_break = {fault.struck for one in outcome.rounds for fault in one.faults}
@@ -130,7 +140,6 @@ class Mix:
                 assert not broken or Struck.ROUTER in may_break, "a connection broke"
         most = _COMMANDS_FACTOR * self._commands_per_s * outcome.duration_s + _COMMANDS_EXTRA
         assert outcome.num_commands <= most, "Redis is asked in steps"
-        self.fleet.wait_settled()
         self.fleet.wait_idle()
         assert not self.fleet.num_tracebacks(), self.fleet.logs()
 
