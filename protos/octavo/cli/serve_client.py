@@ -1,6 +1,6 @@
 """One request to a server, timed: what came of it, and when.
 
-Must not know: arrivals, statistics. Entry points: `Server`, `send`.
+Must not know: arrivals, statistics. Entry points: `Server`, `send`, `fill`.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import errno
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from octavo.cli.http_load import HttpStatusError, open_stream
 from octavo.cli.measurement import RequestTiming
@@ -62,6 +62,13 @@ class Outcome:
     error: str | None = None
     detail: str = ""
 
+    @classmethod
+    def begun(cls, num_prompt_tokens: int, due_s: float | None) -> Self:
+        """Of a request that is sent now."""
+        now_s = time.perf_counter()
+        timing = RequestTiming(num_prompt_tokens, now_s if due_s is None else due_s)
+        return cls(timing, 0.0 if due_s is None else now_s - due_s)
+
     @property
     def tpot_s(self) -> float | None:
         """Time per output token after the first; None for answers of one."""
@@ -85,10 +92,13 @@ class BadAnswerError(Exception):
 
 async def send(server: Server, body: str, num_prompt_tokens: int, due_s: float | None) -> Outcome:
     """Send `body` now and read the answer to its end; failures are outcomes too."""
-    now_s = time.perf_counter()
-    outcome = Outcome(RequestTiming(num_prompt_tokens, now_s if due_s is None else due_s))
-    if due_s is not None:
-        outcome.lag_s = now_s - due_s
+    outcome = Outcome.begun(num_prompt_tokens, due_s)
+    await fill(outcome, server, body)
+    return outcome
+
+
+async def fill(outcome: Outcome, server: Server, body: str) -> None:
+    """Send `body` now; the outcome grows with each frame, until the answer's end."""
     try:
         async with asyncio.timeout(server.timeout_s):
             await _stream(server, body, outcome.timing)
@@ -103,7 +113,6 @@ async def send(server: Server, body: str, num_prompt_tokens: int, due_s: float |
     except OSError as error:
         is_own = error.errno in _OWN_LIMITS
         outcome.error, outcome.detail = "client's limits" if is_own else "connect", str(error)
-    return outcome
 
 
 async def _stream(server: Server, body: str, timing: RequestTiming) -> None:
