@@ -39,4 +39,5 @@ def test_both_paths_are_measured_on_one_start_each(tiny_folder: Path, tmp_path: 
             assert record["split_ratio"] == pytest.approx(ratio, rel=0.1)
             assert record["cores"].keys() == {"client", "router", "scheduler", "worker"}
             assert record["num_steps"] > 0
+            assert record["scheduler_ms"] > 0
             assert record["plan_launch_ms"].keys() == {"p50", "p90", "p99"}

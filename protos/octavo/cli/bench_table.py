@@ -28,6 +28,8 @@ def one_table(record: Mapping[str, Any]) -> Table:
         if values:
             text = " / ".join(f"{value:.2f}" for value in values.values())
             table.add_row(f"{label} {' / '.join(values)}", f"{text} ms")
+    if record.get("scheduler_ms") is not None:
+        table.add_row("scheduler's CPU a step", f"{record['scheduler_ms']:.2f} ms")
     if "idle_fraction" in record:
         table.add_row("device idle between steps", _percent(record["idle_fraction"]))
     if "late_launch_fraction" in record:
@@ -73,7 +75,7 @@ _COLUMNS = (
     ("wall s", 8, lambda r: f"{r['wall_s']:.2f}"),
     ("stack/bare", 11, lambda r: f"{r['split_ratio']:.3f}" if "split_ratio" in r else "-"),
     ("limit", 7, lambda r: _percent(r["limit_fraction"])),
-    ("TTFT p50/p99 ms", 17, lambda r: _two(r["ttft_ms"])),
+    ("TTFT p50/p99 ms", 20, lambda r: _two(r["ttft_ms"])),
     ("ITL p50/p99 ms", 16, lambda r: _two(r["itl_ms"])),
     ("step ms", 9, lambda r: f"{r['step_ms']['mean']:.2f}" if r.get("step_ms") else "-"),
     ("idle", 7, lambda r: _percent(r.get("idle_fraction"))),

@@ -16,31 +16,23 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.cli.child import Child
 from octavo.cli.stack import Stack
-from octavo.cli.step_report import (
-    GAP_SECONDS,
-    LAUNCH_SECONDS,
-    STEP_LAUNCH_SECONDS,
-    STEP_SECONDS,
-    Histogram,
-    StepReport,
-)
+from octavo.cli.step_report import OF_SCHEDULERS, OF_WORKERS, Histogram, StepReport
 
-_NAMES = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS, STEP_LAUNCH_SECONDS)
 _TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """All workers' histograms together, and each process's CPU seconds by kind, at a time."""
+    """Histograms of all workers, and schedulers, together; each process's CPU seconds by kind."""
 
     time_s: float
     histograms: Mapping[str, Histogram]
     cpu_s: Mapping[str, tuple[float, ...]]
 
     def steps_since(self, before: "Readings") -> StepReport:
-        """What the workers' steps were since then."""
+        """What the steps were since then."""
         return StepReport.of_histograms(
-            {name: self.histograms[name].since(before.histograms[name]) for name in _NAMES}
+            {name: now.since(before.histograms[name]) for name, now in self.histograms.items()}
         )
 
     def cores_since(self, before: "Readings") -> dict[str, float]:
@@ -53,16 +45,24 @@ class Readings:
 
 
 async def read_services(stack: Stack) -> Readings:
-    """All of them, now. Raises httpx.HTTPError if a worker doesn't answer."""
+    """All of them, now. Raises httpx.HTTPError if one doesn't answer."""
     async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT_S) as client:
-        texts = await asyncio.gather(*(_metrics(client, worker) for worker in stack.workers))
-    found = [read_histograms(text, _NAMES) for text in texts]
+        histograms = {
+            **await _histograms(client, stack.workers, OF_WORKERS),
+            **await _histograms(client, stack.schedulers, OF_SCHEDULERS),
+        }
     kinds = {"router": stack.routers, "scheduler": stack.schedulers, "worker": stack.workers}
-    return Readings(
-        time.perf_counter(),
-        {name: found[0][name].with_others([item[name] for item in found[1:]]) for name in _NAMES},
-        {kind: tuple(map(_cpu_s, children)) for kind, children in kinds.items()},
-    )
+    cpu_s = {kind: tuple(map(_cpu_s, children)) for kind, children in kinds.items()}
+    return Readings(time.perf_counter(), histograms, cpu_s)
+
+
+async def _histograms(
+    client: httpx.AsyncClient, children: Sequence[Child], names: Sequence[str]
+) -> dict[str, Histogram]:
+    """The histograms `names` of all children together."""
+    texts = await asyncio.gather(*(_metrics(client, child) for child in children))
+    first, *others = [read_histograms(text, names) for text in texts]
+    return {name: first[name].with_others([other[name] for other in others]) for name in names}
 
 
 def read_histograms(text: str, names: Sequence[str]) -> dict[str, Histogram]:

@@ -16,6 +16,9 @@ STEP_SECONDS = "octavo_step_seconds"
 GAP_SECONDS = "octavo_step_gap_seconds"
 LAUNCH_SECONDS = "octavo_plan_launch_seconds"
 STEP_LAUNCH_SECONDS = "octavo_step_launch_seconds"
+# What workers count, and what schedulers do.
+OF_WORKERS = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS, STEP_LAUNCH_SECONDS)
+OF_SCHEDULERS = ("octavo_plan_seconds", "octavo_result_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,14 @@ class StepReport:
     time from step to step while rows were live, the part in which the device idled.
     `plan_launch_ms`: percentiles of the time from when a plan could be launched to its launch;
     empty without a scheduler. `worst_launch_ms`: the longest that the host took to launch a step;
-    of histograms a bound above it."""
+    of histograms a bound above it. `scheduler_ms`: the schedulers' CPU time a step."""
 
     num_steps: int
     step_ms: dict[str, float]
     idle_fraction: float
     plan_launch_ms: dict[str, float] = field(default_factory=dict[str, float])
     worst_launch_ms: float = 0.0
+    scheduler_ms: float | None = None
 
     @classmethod
     def of_steps(
@@ -83,14 +87,17 @@ class StepReport:
         """Of what `/metrics` counted during the run."""
         steps, gaps = histograms[STEP_SECONDS], histograms[GAP_SECONDS]
         launches, num_steps = histograms[LAUNCH_SECONDS], round(steps.num_values)
+        if num_steps == 0:
+            return cls(0, {}, 0.0)
+        quantiles = (50, 90, 99) if launches.num_values else ()
+        scheduler_s = sum(histograms[name].total for name in OF_SCHEDULERS)
         return cls(
             num_steps,
-            {"mean": round(1e3 * steps.total / num_steps, 4)} if num_steps else {},
+            {"mean": round(1e3 * steps.total / num_steps, 4)},
             _share(gaps.total, steps.total),
-            {f"p{p}": round(1e3 * launches.quantile(p / 100), 3) for p in (50, 90, 99)}
-            if launches.num_values
-            else {},
-            round(1e3 * histograms[STEP_LAUNCH_SECONDS].quantile(1.0), 3) if num_steps else 0.0,
+            {f"p{p}": round(1e3 * launches.quantile(p / 100), 3) for p in quantiles},
+            round(1e3 * histograms[STEP_LAUNCH_SECONDS].quantile(1.0), 3),
+            round(1e3 * scheduler_s / num_steps, 4),
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -100,6 +107,7 @@ class StepReport:
             "idle_fraction": self.idle_fraction,
             "plan_launch_ms": self.plan_launch_ms,
             "worst_launch_ms": self.worst_launch_ms,
+            "scheduler_ms": self.scheduler_ms,
         }
 
 

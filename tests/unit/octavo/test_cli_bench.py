@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,21 +29,20 @@ from octavo.cli.limits import (
     read_params,
     weight_bytes,
 )
+from octavo.cli.load_clients import Answers, _collect
 from octavo.cli.measurement import RequestTiming, Run, make_record
 from octavo.cli.model_shapes import ensure_shape_folder
 from octavo.cli.percentiles import percentiles
 from octavo.cli.service_readings import read_histograms
 from octavo.cli.step_report import (
-    GAP_SECONDS,
-    LAUNCH_SECONDS,
-    STEP_LAUNCH_SECONDS,
-    STEP_SECONDS,
+    OF_SCHEDULERS,
+    OF_WORKERS,
     Histogram,
     StepReport,
 )
 from octavo.cli.workloads import BenchRequest, load_shapes, load_workloads, make_requests
 from octavo.errors import ConfigurationError, OctavoError
-from octavo.metrics import WorkerMetrics
+from octavo.metrics import SchedulerMetrics, WorkerMetrics
 from octavo.metrics_http import exposition
 from tests.fakes.inference_server import InferenceServer
 
@@ -274,6 +274,22 @@ def test_grpc_load_counts_ids() -> None:
     assert server.servicer.requests[0].ignore_eos
 
 
+def test_a_clients_process_says_what_failed() -> None:
+    here, there = multiprocessing.Pipe()
+    answers = Answers((RequestTiming(1, 0.0),), 0.5)
+    for item in (3, 4, answers, "no such model"):
+        there.send(item)
+    there.close()
+    told: list[int] = []
+    assert _collect(here, told.append) == answers
+    assert told == [3, 4]
+    with pytest.raises(OctavoError, match="no such model"):
+        _collect(here, told.append)
+    with pytest.raises(OctavoError, match="ended before its requests did"):
+        _collect(here, told.append)
+    here.close()
+
+
 def test_a_server_that_is_not_there_ends_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -397,12 +413,15 @@ def test_steps_are_reported_alike_from_each_and_from_histograms() -> None:
         "idle_fraction": 0.2,
         "plan_launch_ms": {},
         "worst_launch_ms": 7.0,
+        "scheduler_ms": None,
     }
     metrics = WorkerMetrics(CollectorRegistry())
-    names = (STEP_SECONDS, GAP_SECONDS, LAUNCH_SECONDS, STEP_LAUNCH_SECONDS)
+    scheduler = SchedulerMetrics(CollectorRegistry())
 
     def read() -> dict[str, Histogram]:
-        return read_histograms(exposition(metrics.registry, "")[0].decode(), names)
+        pages = [exposition(item.registry, "")[0].decode() for item in (metrics, scheduler)]
+        of_workers = read_histograms(pages[0], OF_WORKERS)
+        return of_workers | read_histograms(pages[1], OF_SCHEDULERS)
 
     metrics.step_time.observe(9.0)
     before = read()
@@ -414,9 +433,12 @@ def test_steps_are_reported_alike_from_each_and_from_histograms() -> None:
     metrics.plan_launch.observe(0.03)
     metrics.step_launch.observe(0.0003)
     metrics.step_launch.observe(0.07)
-    assert read().keys() == set(names)
+    scheduler.plan_time.observe(0.0002)
+    scheduler.result_time.observe(0.0004)
+    assert read().keys() == {*OF_WORKERS, *OF_SCHEDULERS}
     report = StepReport.of_histograms({n: h.since(before[n]) for n, h in read().items()})
     assert (report.num_steps, report.step_ms, report.idle_fraction) == (2, {"mean": 2.0}, 0.2)
+    assert report.scheduler_ms == 0.3
     # All but one in 201 within the first bucket, which ends at a tenth of a millisecond.
     assert report.plan_launch_ms["p99"] <= 0.1
     # Where a bucket ends in which the longest launch lies.
