@@ -6,6 +6,7 @@ with `extra=in_trace(context)`. Prompts and answers are never logged.
 Must not know: any service. Entry points: `setup_logging`, `in_trace`.
 """
 
+import asyncio
 import json
 import logging
 import sys
@@ -26,6 +27,7 @@ def setup_logging(service: str, level: str, form: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter(service))
     handler.addFilter(Seldom("opentelemetry.", _SELDOM_S))
+    handler.addFilter(is_worth_a_line)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -39,6 +41,13 @@ def _trace_fields(record: logging.LogRecord) -> dict[str, str]:
     if context is None:
         return {}
     return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """False for a stream that a stopping server cancelled: gRPC may call that an error."""
+    kind = record.exc_info[0] if record.exc_info else None
+    is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+    return not (is_cancelled and record.name.startswith("grpc."))
 
 
 class Seldom(logging.Filter):

@@ -1,5 +1,6 @@
 """Log lines: one a record, as text or JSON with the same fields, under the trace in context."""
 
+import asyncio
 import json
 import logging
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from octavo.logs import Seldom
+from octavo.logs import Seldom, is_worth_a_line
 
 _GUARD_S = 30
 _TRACE, _SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -100,6 +101,23 @@ def test_a_library_that_repeats_itself_is_heard_seldom() -> None:
     assert heard(exporter, logging.INFO, 1059.0) == (True, "INFO")
     assert heard("octavo_router", logging.ERROR, 1059.0) == (True, "ERROR")
     assert heard(exporter, logging.ERROR, 1061.0) == (True, "WARNING")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "is_shown"),
+    [
+        ("grpc._cython.cygrpc", asyncio.CancelledError(), False),
+        ("grpc._cython.cygrpc", ValueError(), True),
+        ("grpc._cython.cygrpc", None, True),
+        ("octavo_router", asyncio.CancelledError(), True),
+    ],
+)
+def test_a_stream_that_a_stopping_server_ends_is_no_error(
+    name: str, error: BaseException | None, is_shown: bool
+) -> None:
+    info = None if error is None else (type(error), error, None)
+    record = logging.LogRecord(name, logging.ERROR, "", 0, "not handled", None, info)
+    assert is_worth_a_line(record) is is_shown
 
 
 @pytest.mark.parametrize("service", ["router", "scheduler", "worker"])
