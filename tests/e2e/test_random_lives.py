@@ -20,14 +20,14 @@ from tests.tiny_models import save_tiny_model
 
 SECONDS = float(os.environ.get("OCTAVO_RANDOM_LIVES_S", "240"))
 # Few rows and blocks: what a large card meets in hours happens all the time.
-SMALL: dict[str, Any] = {"max_num_seqs": 12, "num_kv_blocks": 90, "max_num_batched_tokens": 256}
+SMALL: dict[str, Any] = {"max_num_seqs": 12, "num_kv_blocks": 64, "max_num_batched_tokens": 256}
 # Name: family, its configuration, the worker's settings.
 ON_CARD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "float32": ("llama", {}, {"dtype": "float32"}),
     "bfloat16, blocks of 32": (
         "qwen3",
         {},
-        {"dtype": "bfloat16", "block_size": 32, "num_kv_blocks": 50, "max_num_seqs": 24},
+        {"dtype": "bfloat16", "block_size": 32, "num_kv_blocks": 40, "max_num_seqs": 24},
     ),
     "fp8 keys and values": ("llama", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "windows and caps": ("gemma2", {}, {"dtype": "bfloat16"}),
