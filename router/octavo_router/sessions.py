@@ -32,7 +32,9 @@ from octavo_router.session import Session, may_try_elsewhere, open_session
 log = logging.getLogger(__name__)
 DISCOVERY_S = 1.0
 DIAL_TIMEOUT_S = 5.0
-_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+# No longer at its end: at a start the model is there, and only this pause is waited for. With the
+# last of them one is warned.
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 0.5)
 # A session that ended sooner counts as a failed dial.
 _STABLE_S = 1.0
 # How long a lost flight waits for a scheduler.

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 5.0
 # An inventory may be long.
 _ATTACH_TIMEOUT_S = 60.0
-_POLL_PHASE_S = 0.2
+_POLL_PHASE_S = 0.05
 _PING_S = 1.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 1.0
 
