@@ -22,6 +22,7 @@ class StepInputs:
     slot_mapping: torch.Tensor  # int64 [T]; block id * B + offset, -1 = store nothing
 
     # The first `num_prefill_tokens` tokens: chunk c is [cu_seqlens_q[c], cu_seqlens_q[c + 1]).
+    # What lies behind the last chunk is padding (slot -1), as are empty chunks.
     num_prefill_tokens: int
     cu_seqlens_q: torch.Tensor  # int32 [C + 1]
     prefill_context_lens: torch.Tensor  # int32 [C]; history plus chunk

@@ -16,6 +16,7 @@ import torch
 
 from octavo.errors import ConfigurationError
 from octavo.settings import WorkerSettings
+from octavo_worker.graph_shapes import MOST_CHUNKS, batch_sizes, max_graph_tokens, mixed_shapes
 from octavo_worker.spec import kv_scheme_of
 
 _logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ _logger = logging.getLogger(__name__)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+# What a card keeps of a captured step of some hundred kernels, generously.
+_GRAPH_BYTES = 8 << 20
 # A laptop has other things to do with its memory.
 _CPU_SHARE, _CPU_MOST_BYTES = 0.25, 4 << 30
 
@@ -174,7 +177,8 @@ def _budget(
         )
         return budget
     free, total = torch.cuda.mem_get_info(device)
-    scratch = scratch_bytes(shape, settings.max_num_seqs, max_num_batched_tokens)
+    captured = graph_tokens(shape, settings, max_num_batched_tokens)
+    scratch = scratch_bytes(shape, settings.max_num_seqs, max_num_batched_tokens, captured)
     usable = int(total * settings.memory_utilization)
     budget = usable - (total - free) - scratch
     _logger.info("KV cache: card has %s, %s of it used", _human(total), _human(total - free))
@@ -184,12 +188,32 @@ def _budget(
     return max(budget, 0)
 
 
-def scratch_bytes(shape: KVShape, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """A generous bound of what a step needs beside weights and cache."""
+def graph_tokens(shape: KVShape, settings: WorkerSettings, max_num_batched_tokens: int) -> int:
+    """The prompt tokens of a step up to which it is captured: as set, or by the model's size."""
+    most = settings.max_graph_tokens
+    return min(max_graph_tokens(shape) if most is None else most, max_num_batched_tokens)
+
+
+def scratch_bytes(
+    shape: KVShape,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    captured_tokens: int | None = None,
+) -> int:
+    """A generous bound of what a step needs beside weights and cache, and captured steps keep.
+
+    `captured_tokens`: see `graph_tokens`; None = by the model's size.
+    """
+    if captured_tokens is None:
+        captured_tokens = min(max_graph_tokens(shape), max_num_batched_tokens)
     widest = 8 * shape.hidden_size + 3 * shape.intermediate_size
-    activations = max_num_batched_tokens * widest * shape.dtype.itemsize
-    logits = 4 * max_num_seqs * shape.vocab_size * 4
-    return activations + logits + (512 << 20)
+    shapes = mixed_shapes(captured_tokens, max_num_seqs)
+    # Captured steps share their memory: the largest one's is all of theirs.
+    num_captured = captured_tokens + max_num_seqs if shapes else 0
+    activations = (max_num_batched_tokens + num_captured) * widest * shape.dtype.itemsize
+    logits = 4 * (max_num_seqs + MOST_CHUNKS) * shape.vocab_size * 4
+    graphs = (len(batch_sizes(max_num_seqs)) + len(shapes)) * _GRAPH_BYTES
+    return activations + logits + graphs + (256 << 20)
 
 
 def free_memory_bytes() -> int:

@@ -23,7 +23,13 @@ from octavo.settings import WorkerSettings
 from octavo_worker.backends import Backend, choose_backend
 from octavo_worker.engine import Engine
 from octavo_worker.gpu_readings import gpu_reader
-from octavo_worker.kv_cache import KVCacheSize, allocate_kv_caches, kv_dtype_of, size_kv_cache
+from octavo_worker.kv_cache import (
+    KVCacheSize,
+    allocate_kv_caches,
+    graph_tokens,
+    kv_dtype_of,
+    size_kv_cache,
+)
 from octavo_worker.late_compiles import LateCompiles
 from octavo_worker.models import Model, ModelConfig, load_any_model
 from octavo_worker.row_book import RowLimits
@@ -202,6 +208,8 @@ def load_runner(
     else:
         assert isinstance(model, Model)
         runner = group.make_runner(model, backend, caches, limits, device)
+    if isinstance(model, Model):
+        runner.max_graph_tokens = graph_tokens(config, settings, max_num_batched_tokens)
     return LoadedRunner(
         runner=runner,
         folder=folder,
@@ -232,7 +240,7 @@ def _scale_kv(model: "Model | FallbackModel", device: torch.device) -> None:
 
 
 def _capture(runner: Runner, model: "Model | FallbackModel") -> None:
-    """Capture the decode steps; of a model in transformers' code, where that is possible."""
+    """Capture steps; of a model in transformers' code decode steps, where that is possible."""
     if isinstance(model, Model):
         runner.capture()
         return

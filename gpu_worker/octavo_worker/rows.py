@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo_worker.host_copies import upload
 from octavo_worker.plan import I64, RowAdd, RowEvent
 from octavo_worker.sampling import SamplingTensors
 
@@ -53,7 +54,7 @@ class RowTensors:
 
     def upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """A host array on the device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return upload(np.ascontiguousarray(array), self.device)
 
     def remove(self, rows: Sequence[int]) -> None:
         self.is_live[self.upload(np.array(rows, np.int64))] = False

@@ -11,16 +11,21 @@ Must not know: gRPC, leaders, clients. Entry points: `Runner.submit`, `Runner.po
 
 import time
 from collections import deque
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.backends.base import Backend
+from octavo_worker.captured import Capture, Drawn, capture
 from octavo_worker.decode_graphs import DecodeGraphs
+from octavo_worker.graph_shapes import MOST_CHUNKS, mixed_shapes
+from octavo_worker.host_copies import ResultRing
 from octavo_worker.logit_rules import LogitRules
 from octavo_worker.logprobs import LogprobTensors, gather_logprobs
+from octavo_worker.mixed_graphs import MixedGraphs
 from octavo_worker.pending_step import Draw, PendingStep, PromptDraw
 from octavo_worker.plan import Plan, RowFault, StepOutcome
 from octavo_worker.prompt_logprobs import gather_piece
@@ -28,11 +33,14 @@ from octavo_worker.row_book import NO_LOGPROBS, RowBook
 from octavo_worker.row_limits import RowLimits
 from octavo_worker.rows import RowTensors
 from octavo_worker.sealed_blocks import SealedBlocks
-from octavo_worker.step_inputs import build_step_inputs, decode_step_inputs
+from octavo_worker.sent_step import SentStep, pack, shape_of
+from octavo_worker.step_inputs import StepBounds, decode_step_inputs, step_inputs
 from octavo_worker.step_profile import StepProfile
 from octavo_worker.step_work import StepWork
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
+# Steps launched and not yet read, at most.
+_MAX_IN_FLIGHT = 4
 
 
 class Model(Protocol):
@@ -45,6 +53,15 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [E, V] of hidden [E, hidden size]."""
         ...
+
+
+class _Entries(NamedTuple):
+    """The places of a step that draw a token."""
+
+    hidden: torch.Tensor  # [E, hidden size]
+    rows: torch.Tensor  # int64 [E]
+    positions: torch.Tensor  # int64 [E], of the token drawn
+    was_live: torch.Tensor  # bool [E]
 
 
 class Runner:
@@ -65,8 +82,11 @@ class Runner:
         self._limits = limits
         self._book = RowBook(limits)
         # One spare row, never held and so always dead, pads the batches of captured steps.
+        self._spare_row = limits.num_rows
         self._rows = RowTensors(limits.num_rows + 1, limits.max_blocks_per_row, device)
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
+        self._results = ResultRing(_MAX_IN_FLIGHT, 2 * (limits.num_rows + MOST_CHUNKS), device)
         self._rules = LogitRules(limits, self._rows)
         self._pending: deque[PendingStep] = deque()
         self._step = 0
@@ -79,6 +99,8 @@ class Runner:
         self.sealed = SealedBlocks(limits.num_blocks)
         # By perf_counter: when the last poll found its step done, so that one more may be launched.
         self.room_ns = 0
+        # Prompt tokens of a step up to which it is captured, too; set before `capture`.
+        self.max_graph_tokens = 0
         # Set by who wants to know where the time of each step goes.
         self.profile: StepProfile | None = None
 
@@ -102,19 +124,23 @@ class Runner:
         return self._step < self._decode_until and self._book.can_decode
 
     def capture(self, error_mode: str = "global") -> None:
-        """Capture decode steps in CUDA graphs: from now on they are launched as a whole.
+        """Capture steps in CUDA graphs: from now on they are launched as a whole.
 
         `error_mode`: which threads' other calls spoil a capture; see `torch.cuda.graph`.
         """
-        graphs = DecodeGraphs(
-            self._decode_step,
-            self._limits.num_rows,
-            spare_row=self._limits.num_rows,
-            device=self._device,
-        )
-        with torch.inference_mode():
-            graphs.capture(error_mode)
-        self._graphs = graphs
+        pool = torch.cuda.graph_pool_handle()
+        self.pad_steps(partial(capture, pool=pool, error_mode=error_mode))
+
+    @torch.inference_mode()
+    def pad_steps(self, capture: Capture) -> None:
+        """Run steps in a few shapes from now on, each as `capture` has made it."""
+        num_rows, spare_row, device = self._limits.num_rows, self._spare_row, self._device
+        shapes = mixed_shapes(self.max_graph_tokens, num_rows)
+        mixed = MixedGraphs(self._mixed_step, shapes, spare_row, device)
+        mixed.capture(capture)
+        graphs = DecodeGraphs(self._decode_step, num_rows, spare_row, device)
+        graphs.capture(capture)
+        self._graphs, self._mixed_graphs = graphs, mixed
 
     def reset(self) -> None:
         """A new epoch: no rows, steps and plans count from 1. All steps must have been read."""
@@ -181,6 +207,8 @@ class Runner:
         self.room_ns = time.perf_counter_ns()
         step = self._pending.popleft()
         outcome = step.outcome()
+        if step.draw is not None:
+            self._results.read()
         self._book.settle(outcome.rows, outcome.generations, outcome.events)
         if self.profile is not None:
             self.profile.note(step)
@@ -212,11 +240,15 @@ class Runner:
         return self._book.compose(changes.chunks), changes.faults
 
     def _run(self, work: StepWork) -> tuple[Draw | None, tuple[PromptDraw, ...]]:
-        if self._graphs is not None and self._is_captured(work):
-            return Draw(self._graphs.launch(work.decode_rows), [], [], None), ()
-        inputs = build_step_inputs(work, self._rows, self._limits.block_size)
+        if (drawn := self._launch(work)) is not None:
+            columns = self._results.copy(drawn.columns)
+            entries = columns[:, drawn.first : drawn.first + drawn.num_entries]
+            return Draw(entries, [], [], None), ()
+        shape = shape_of(work)
+        sent = SentStep.of(self._rows.upload(pack(work, shape, self._spare_row)), shape)
+        inputs = step_inputs(sent, self._rows, self._limits.block_size, StepBounds.of(work))
         hidden = self._model.forward(inputs, self._kv_caches, self._backend)
-        draw = self._draw(work, inputs, hidden) if len(work.entry_rows) else None
+        draw = self._draw(work, sent, inputs, hidden) if len(work.entry_rows) else None
         to_logits, vocab_size = self._model.logits, self._limits.vocab_size
         prompt: list[PromptDraw] = []
         for piece in work.prompt_pieces:
@@ -224,16 +256,13 @@ class Runner:
             prompt.append(PromptDraw(piece, self._logprobs_to_host(tensors)))
         return draw, tuple(prompt)
 
-    def _draw(self, work: StepWork, inputs: StepInputs, hidden: torch.Tensor) -> Draw:
+    def _draw(
+        self, work: StepWork, sent: SentStep, inputs: StepInputs, hidden: torch.Tensor
+    ) -> Draw:
         """Draw a token for every entry and write it into its row."""
-        num_last = len(work.entry_rows) - len(work.decode_rows)
-        ends = np.array([chunk.end for chunk in work.chunks if chunk.is_last], np.int64)
-        rows = self._rows.upload(work.entry_rows)
-        positions = torch.cat([self._rows.upload(ends), inputs.decode_context_lens.long()])
-        # A row that has just computed its last chunk becomes live by this draw.
-        was_live = self._rows.is_live[rows]
-        was_live[:num_last] = True
-        logits = self._model.logits(self._entries(work, inputs, hidden))
+        entries = self._entries(sent, inputs, hidden, len(work.entry_rows))
+        rows, positions, was_live = entries.rows, entries.positions, entries.was_live
+        logits = self._model.logits(entries.hidden)
         wanted = np.flatnonzero(work.logprob_counts != NO_LOGPROBS)
         counts = work.logprob_counts[wanted].tolist()
         index = self._rows.upload(wanted) if counts else None
@@ -245,15 +274,22 @@ class Runner:
             tensors = gather_logprobs(raw_logits, tokens[index], max(counts))
             logprobs = self._logprobs_to_host(tensors)
         packed = torch.stack([tokens, events])
-        return Draw(self._to_host(packed), wanted.tolist(), counts, logprobs)
+        return Draw(self._results.copy(packed), wanted.tolist(), counts, logprobs)
 
-    def _is_captured(self, work: StepWork) -> bool:
-        """Whether the step is what `_decode_step` computes: decodes of rows that ask for nothing
-        but tokens. Others run eagerly."""
+    def _launch(self, work: StepWork) -> Drawn | None:
+        """Launch the step as a whole; None if it isn't captured."""
+        if self._graphs is None or self._mixed_graphs is None or not self._is_plain(work):
+            return None
+        if work.chunks:
+            return self._mixed_graphs.launch(work)
+        return self._graphs.launch(work.decode_rows)
+
+    def _is_plain(self, work: StepWork) -> bool:
+        """Whether rows ask for nothing but tokens: what captured steps compute."""
         return (
-            not work.chunks
-            and work.rules is None
-            and not self._rows.has_wide_stop_ids(work.decode_rows)
+            work.rules is None
+            and not work.prompt_pieces
+            and not self._rows.has_wide_stop_ids(work.entry_rows)
             and bool((work.logprob_counts == NO_LOGPROBS).all())
         )
 
@@ -262,11 +298,29 @@ class Runner:
         inputs = decode_step_inputs(rows, self._rows, self._limits.block_size)
         hidden = self._model.forward(inputs, self._kv_caches, self._backend)
         logits = self._model.logits(hidden)
-        is_good = _is_good(logits)
         positions = inputs.decode_context_lens.long()
+        return self._draw_plain(logits, rows, positions, self._rows.is_live[rows])
+
+    def _mixed_step(self, sent: SentStep) -> torch.Tensor:
+        """The step that was `sent` without the host: tokens and events [2, C + S]."""
+        inputs = step_inputs(sent, self._rows, self._limits.block_size)
+        hidden = self._model.forward(inputs, self._kv_caches, self._backend)
+        num_entries = sent.shape.num_chunks + sent.shape.num_rows
+        entries = self._entries(sent, inputs, hidden, num_entries)
+        logits = self._model.logits(entries.hidden)
+        return self._draw_plain(logits, entries.rows, entries.positions, entries.was_live)
+
+    def _draw_plain(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        was_live: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw a token for each of `rows` [E], whatever they ask for: int64 [2, E]."""
+        is_good = _is_good(logits)
         params = self._rows.sampling_tensors(rows, positions, all_greedy=False, any_filter=True)
         tokens = self._backend.sample(logits, params)
-        was_live = self._rows.is_live[rows]
         events = self._rows.advance(
             rows, positions, tokens, was_live, is_good, has_wide_stop_ids=False
         )
@@ -290,15 +344,25 @@ class Runner:
             self._rules.note(rules, tokens)
         return tokens, is_good
 
-    def _entries(self, work: StepWork, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states [E, hidden size] that tokens are drawn from."""
-        if not work.chunks:
-            return hidden
-        ends = np.cumsum([len(chunk.token_ids) for chunk in work.chunks])
-        last = [end - 1 for end, chunk in zip(ends, work.chunks, strict=True) if chunk.is_last]
-        decodes = np.arange(inputs.num_prefill_tokens, work.num_tokens)
-        index = np.concatenate([np.array(last, np.int64), decodes])
-        return hidden[self._rows.upload(index)]
+    def _entries(
+        self, sent: SentStep, inputs: StepInputs, hidden: torch.Tensor, num_entries: int
+    ) -> _Entries:
+        """What the last `num_entries` places of a step, chunks' and decode rows', draw from."""
+        num_chunks, num_rows = sent.shape.num_chunks, sent.shape.num_rows
+        last = slice(num_chunks - (num_entries - num_rows), num_chunks)
+        states = hidden[inputs.num_prefill_tokens :]
+        decode_is_live = self._rows.is_live[sent.decode_rows]
+        if last.start == num_chunks:
+            positions = inputs.decode_context_lens.long()
+            return _Entries(states, sent.decode_rows, positions, decode_is_live)
+        rows = sent.entry_rows[last]
+        return _Entries(
+            torch.cat([hidden[sent.entry_states[last]], states]),
+            torch.cat([rows, sent.decode_rows]),
+            torch.cat([sent.entry_positions[last], inputs.decode_context_lens.long()]),
+            # A row that has just computed its last chunk becomes live by this draw.
+            torch.cat([rows != self._spare_row, decode_is_live]),
+        )
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._device.type == "cpu":

@@ -43,6 +43,11 @@ class StepWork:
     prompt_pieces: tuple[PromptPiece, ...]
     written_blocks: I64
 
+    @classmethod
+    def of_nothing(cls) -> "StepWork":
+        none = np.empty(0, np.int64)
+        return cls((), none, 0, none, none, none, True, False, None, (), none)
+
     @property
     def num_prefill_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)

@@ -415,6 +415,12 @@ class WorkerSettings(CommonSettings):
     max_num_batched_tokens: int = setting(
         0, "tokens per step; 0 = 8,192 on cuda, 512 on cpu", minimum=0
     )
+    max_graph_tokens: int | None = setting(
+        None,
+        "prompt tokens of a step up to which it is one CUDA graph while other rows decode; "
+        "0 = never, unset = by the model's size",
+        minimum=0,
+    )
     max_model_len: int = setting(0, "longest sequence; 0 = the model's", minimum=0)
     kv_cache_memory: str = setting(
         "", "KV cache size of each rank, e.g. 4GiB; empty = from free memory"

@@ -38,6 +38,7 @@ _MARKS = (
     ("worker: imports, device", "worker", "loading "),
     ("worker: weights", "worker", "weights: "),
     ("worker: kernels", "worker", "kernels ready"),
+    ("worker: mixed graphs", "worker", "mixed graphs: "),
     ("worker: graphs", "worker", "captured "),
     ("worker ready", "worker", "ready: worker"),
     ("worker is led", "scheduler", "leading worker"),

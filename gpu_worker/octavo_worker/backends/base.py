@@ -94,8 +94,9 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Causal attention of the chunks' queries over their paged context.
 
-        q is [num_prefill_tokens, H, D]; so is the result. The chunks' own keys and values
-        are already stored. Keys that no query sees (`options.window`) are never read.
+        q is [num_prefill_tokens, H, D]; so is the result, zeros for tokens behind the last
+        chunk. Chunks may be empty. Their own keys and values are already stored. Keys that no
+        query sees (`options.window`) are never read.
         """
         ...
 

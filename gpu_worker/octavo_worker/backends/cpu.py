@@ -107,13 +107,14 @@ class CpuBackend:
         inputs: StepInputs,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        gathers = self._gathers_of(inputs, k_cache, options.window).prefill
-        outputs: list[torch.Tensor] = []
+        output = torch.zeros_like(q)
         bounds = inputs.cu_seqlens_q.tolist()
-        for start, end, gather in zip(bounds, bounds[1:], gathers, strict=False):
-            chunk = q[start:end].transpose(0, 1)[None]
-            outputs.append(_attend(chunk, k_cache, v_cache, gather, options)[0].transpose(0, 1))
-        return torch.cat(outputs)
+        for gather in self._gathers_of(inputs, k_cache, options.window).prefill:
+            tokens = slice(*bounds[int(gather.rows) :][:2])
+            chunk = q[tokens].transpose(0, 1)[None]
+            out = _attend(chunk, k_cache, v_cache, gather, options)
+            output[tokens] = out[0].transpose(0, 1)
+        return output
 
     def decode_attention(
         self,

@@ -22,7 +22,7 @@ _LEAST_PADDED_LEN = 64
 class Gather:
     """Which cache rows make up a padded batch of contexts."""
 
-    rows: torch.Tensor  # int64 [S'], of the decode rows
+    rows: torch.Tensor  # int64 [S'], of the decode rows; the chunk
     # int64 [S' * K * blocks], into the cache seen as [N * K, B * D]
     index: torch.Tensor
     unused: torch.Tensor  # int64 [n], slots that no query sees, of the S' * K * L gathered ones
@@ -63,12 +63,14 @@ def gather_decode(inputs: StepInputs, cache: torch.Tensor, window: int | None) -
 
 
 def gather_prefill(inputs: StepInputs, cache: torch.Tensor, window: int | None) -> list[Gather]:
-    """The chunks, each a batch of its own."""
+    """The chunks that have tokens, each a batch of its own."""
     block_size = cache.shape[2]
     bounds: list[int] = inputs.cu_seqlens_q.tolist()
     lens: list[int] = inputs.prefill_context_lens.tolist()
     gathers: list[Gather] = []
     for chunk, length in enumerate(lens):
+        if bounds[chunk] == bounds[chunk + 1]:
+            continue
         history = length - (bounds[chunk + 1] - bounds[chunk])
         first, end = _first_block(history, window, block_size), -(-length // block_size)
         keys = torch.arange(first * block_size, end * block_size)
