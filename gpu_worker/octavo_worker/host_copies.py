@@ -29,7 +29,7 @@ def upload_into(array: npt.NDArray[Any], target: torch.Tensor) -> None:
 
 
 class ResultRing:
-    """Pinned slots that steps' results are copied to, in turn.
+    """Slots that steps' results are copied to, in turn; pinned ones for those of a card.
 
     The steps are read in the order of their launch: slot n is taken again by step n + size, when
     step n has been read, never before.
@@ -37,25 +37,21 @@ class ResultRing:
         read <= launched <= read + size
     """
 
-    def __init__(self, size: int, num_values: int, device: torch.device) -> None:
+    def __init__(self, size: int, num_values: int, *, is_pinned: bool) -> None:
         """`num_values`: int64 that a result has at most."""
-        self._is_needed = device.type != "cpu"
         self._slots = [
-            torch.empty(num_values, dtype=torch.int64, pin_memory=True)
-            for _ in range(size if self._is_needed else 0)
+            torch.empty(num_values, dtype=torch.int64, pin_memory=is_pinned) for _ in range(size)
         ]
-        self._size = size
         self._num_launched = 0
         self._num_read = 0
 
     def copy(self, result: torch.Tensor) -> torch.Tensor:
         """`result` on the host, filled once the device gets there; until it was `read`."""
-        assert self._num_launched - self._num_read < self._size, "a result would be overwritten"
-        slot = self._num_launched % self._size
+        size = len(self._slots)
+        assert self._num_launched - self._num_read < size, "a result would be overwritten"
+        slot = self._slots[self._num_launched % size]
         self._num_launched += 1
-        if not self._is_needed:
-            return result
-        target = self._slots[slot][: result.numel()].view(result.shape)
+        target = slot[: result.numel()].view(result.shape)
         return target.copy_(result, non_blocking=True)
 
     def read(self) -> None:

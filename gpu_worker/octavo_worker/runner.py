@@ -86,7 +86,11 @@ class Runner:
         self._rows = RowTensors(limits.num_rows + 1, limits.max_blocks_per_row, device)
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
-        self._results = ResultRing(_MAX_IN_FLIGHT, 2 * (limits.num_rows + MOST_CHUNKS), device)
+        # On a CPU a result needs no copy.
+        self._results: ResultRing | None = None
+        if device.type != "cpu":
+            most_values = 2 * (limits.num_rows + MOST_CHUNKS)
+            self._results = ResultRing(_MAX_IN_FLIGHT, most_values, is_pinned=True)
         self._rules = LogitRules(limits, self._rows)
         self._pending: deque[PendingStep] = deque()
         self._step = 0
@@ -207,7 +211,7 @@ class Runner:
         self.room_ns = time.perf_counter_ns()
         step = self._pending.popleft()
         outcome = step.outcome()
-        if step.draw is not None:
+        if step.draw is not None and self._results is not None:
             self._results.read()
         self._book.settle(outcome.rows, outcome.generations, outcome.events)
         if self.profile is not None:
@@ -241,7 +245,7 @@ class Runner:
 
     def _run(self, work: StepWork) -> tuple[Draw | None, tuple[PromptDraw, ...]]:
         if (drawn := self._launch(work)) is not None:
-            columns = self._results.copy(drawn.columns)
+            columns = self._copy_result(drawn.columns)
             entries = columns[:, drawn.first : drawn.first + drawn.num_entries]
             return Draw(entries, [], [], None), ()
         shape = shape_of(work)
@@ -274,7 +278,7 @@ class Runner:
             tensors = gather_logprobs(raw_logits, tokens[index], max(counts))
             logprobs = self._logprobs_to_host(tensors)
         packed = torch.stack([tokens, events])
-        return Draw(self._results.copy(packed), wanted.tolist(), counts, logprobs)
+        return Draw(self._copy_result(packed), wanted.tolist(), counts, logprobs)
 
     def _launch(self, work: StepWork) -> Drawn | None:
         """Launch the step as a whole; None if it isn't captured."""
@@ -363,6 +367,9 @@ class Runner:
             # A row that has just computed its last chunk becomes live by this draw.
             torch.cat([rows != self._spare_row, decode_is_live]),
         )
+
+    def _copy_result(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns if self._results is None else self._results.copy(columns)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._device.type == "cpu":

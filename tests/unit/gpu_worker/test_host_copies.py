@@ -8,9 +8,9 @@ from octavo_worker.host_copies import ResultRing, upload, upload_into
 
 
 def test_a_slot_waits_for_its_reader() -> None:
-    ring = ResultRing(2, 8, torch.device("cpu"))
-    for value in range(2):
-        ring.copy(torch.full((2, 3), value))
+    ring = ResultRing(2, 8, is_pinned=False)
+    results = [ring.copy(torch.full((2, 3), value)) for value in range(2)]
+    assert [result.unique().tolist() for result in results] == [[0], [1]]
     with pytest.raises(AssertionError, match="overwritten"):
         ring.copy(torch.zeros(2, 3))
     ring.read()
@@ -21,14 +21,14 @@ def test_a_slot_waits_for_its_reader() -> None:
 
 def test_nothing_is_read_that_was_not_launched() -> None:
     with pytest.raises(AssertionError):
-        ResultRing(2, 8, torch.device("cpu")).read()
+        ResultRing(2, 8, is_pinned=False).read()
 
 
 @pytest.mark.gpu
 def test_copies_of_a_busy_card() -> None:
     """The host goes on at once: it reuses its arrays, and reads in the order of launches."""
     device = torch.device("cuda")
-    ring = ResultRing(4, 2 * 1000, device)
+    ring = ResultRing(4, 2 * 1000, is_pinned=True)
     target = torch.zeros(100_000, dtype=torch.int64, device=device)
     pending: list[tuple[int, torch.Tensor, torch.cuda.Event]] = []
 

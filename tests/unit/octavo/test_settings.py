@@ -102,7 +102,7 @@ def other_value(cls: type[Any], item: Any) -> tuple[str, Any]:
         return str(chosen), chosen
     if hint == "bool":
         return ("no", False) if item.default else ("yes", True)
-    if hint == "int":
+    if hint in ("int", "int | None"):
         low = item.metadata["minimum"] or 0
         return (str(low + 1), low + 1) if low + 1 != item.default else (str(low), low)
     if hint == "float":
