@@ -4,7 +4,7 @@ Must not know: what the step computes. Entry points: `capture`, `Drawn`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -23,11 +23,11 @@ class Drawn(NamedTuple):
     num_entries: int
 
 
-def capture(step: Step, pool: object, error_mode: str) -> Step:
+def capture(step: Step, pool: Any, error_mode: str) -> Step:
     """`step`, which never waits for the device, captured into `pool`.
 
     Captured steps that share a pool share memory: none may run beside another, and what one drew
-    is to be copied before the next is launched. `error_mode`: see `torch.cuda.graph`.
+    is to be copied before the next is launched. `pool`, `error_mode`: see `torch.cuda.graph`.
     """
     step()  # compiles what its shapes need; a capture can't
     torch.cuda.synchronize()
