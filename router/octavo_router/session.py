@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,13 +231,19 @@ class Session:
             self._fullness.hear(self.load.backlog_tokens)
         for rejected in frame.rejected:
             self._reject(rejected)
+        if frame.suspects:
+            self._suspect(frame.suspects)
         if not frame.HasField("moved"):
             return None
-        for suspect in frame.moved.suspects:
+        self._suspect(frame.moved.suspects)
+        return frame.moved.successor
+
+    def _suspect(self, suspects: Iterable[scheduler_pb2.MovedSuspect]) -> None:
+        """Workers died on these requests: whoever gets them next is told so."""
+        for suspect in suspects:
             flight = self.flights.get(suspect.handle)
             if flight is not None:
                 flight.num_worker_suspicions = suspect.num_suspicions
-        return frame.moved.successor
 
     def _finish(self, finished: scheduler_pb2.Finished) -> None:
         handle = finished.handle

@@ -131,6 +131,8 @@ class Cell:
             self.metrics.moves.labels(loss.value).inc()
             if sequence.trace is not None:
                 sequence.trace.moved(member.state.worker_id, loss.value)
+            if sequence.num_suspicions:
+                self.book.suspect(sequence)
             self._queue_again(sequence)
         self.on_change()
 

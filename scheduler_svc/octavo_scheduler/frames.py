@@ -162,6 +162,8 @@ def frame_to_proto(frame: Frame, load: LoadNumbers) -> scheduler_pb2.SchedulerSe
         is_full = isinstance(rejected.error, QueueFullError)
         error = error_to_proto(rejected.error)
         message.rejected.add(handle=rejected.handle, error=error, is_full=is_full)
+    for suspect in frame.suspects:
+        message.suspects.add(handle=suspect.handle, num_suspicions=suspect.num_suspicions)
     return message
 
 

@@ -60,6 +60,14 @@ class RejectedNote:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspectNote:
+    """So many workers were lost while they began a request."""
+
+    handle: int
+    num_suspicions: int
+
+
+@dataclass(frozen=True, slots=True)
 class TokenFrame:
     """Columns [E] with one entry a sequence, and the entries' ids one after the other."""
 
@@ -80,6 +88,7 @@ class Frame:
     tokens: TokenFrame | None = None
     finished: list[FinishedNote] = field(default_factory=list[FinishedNote])
     rejected: list[RejectedNote] = field(default_factory=list[RejectedNote])
+    suspects: list[SuspectNote] = field(default_factory=list[SuspectNote])
 
 
 class Outbox:
@@ -95,7 +104,7 @@ class Outbox:
     def is_empty(self) -> bool:
         frame = self._frame
         notes = frame.started or frame.prompt_logprobs or frame.finished or frame.rejected
-        return not (self._pieces or notes)
+        return not (self._pieces or notes or frame.suspects)
 
     def push(self, tokens: TokenColumns) -> None:
         """Tokens of one step, at most one a sequence and call."""
@@ -117,6 +126,11 @@ class Outbox:
 
     def rejected(self, note: RejectedNote) -> None:
         self._frame.rejected.append(note)
+        self._on_dirty()
+
+    def suspect(self, note: SuspectNote) -> None:
+        """At once: what its worker did not survive may be the end of this process too."""
+        self._frame.suspects.append(note)
         self._on_dirty()
 
     def take(self) -> Frame:

@@ -18,6 +18,7 @@ from octavo_scheduler.outbox import (
     PromptLogprobsNote,
     RejectedNote,
     StartedNote,
+    SuspectNote,
 )
 from octavo_scheduler.results import PromptReport, TokenColumns, select
 from octavo_scheduler.sequence import (
@@ -78,6 +79,13 @@ class RequestBook:
         if outbox := self.outboxes.get(request.session_id):
             handle, waited_ms = request.submission.handle, int(1000 * waited_s)
             outbox.started(StartedNote(handle, sequence.index, sequence.num_cached, waited_ms))
+
+    def suspect(self, sequence: Sequence) -> None:
+        """The session hears how many workers died on the sequence's request."""
+        request = sequence.request
+        if outbox := self.outboxes.get(request.session_id):
+            count = max(other.num_suspicions for other in request.sequences)
+            outbox.suspect(SuspectNote(request.submission.handle, count))
 
     def report_prompt(self, report: PromptReport) -> None:
         """Hand log-probabilities of a prompt to its session."""

@@ -173,6 +173,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             session.is_cancelled = True
             session.frames.put_nowait(None)
 
+    def tell_suspects(self, num_suspicions: int) -> None:
+        """Tell every router that so many workers died on each of its requests."""
+        for session in self._sessions:
+            frame = Response(load=self.load)
+            for handle in {handle for handle, _ in session.sequences}:
+                frame.suspects.add(handle=handle, num_suspicions=num_suspicions)
+            session.frames.put_nowait(frame)
+
     def move_sessions(self, successor: str = "") -> None:
         """Tell every router to go elsewhere."""
         for session in self._sessions:

@@ -121,6 +121,8 @@ class SimulatedCell:
         self.cell.open_session(SESSION, self.outbox)
         self.answers: dict[tuple[int, int], Answer] = {}
         self.rejected: dict[int, RejectedNote] = {}
+        # Handle -> workers that died on it, as last told.
+        self.suspects: dict[int, int] = {}
         # By handle: (position, log-probability) of the prompt tokens, as they came.
         self.prompts: dict[int, list[tuple[int, float]]] = {}
         self.members: list[Member] = []
@@ -260,6 +262,7 @@ class SimulatedCell:
             answer.finished = finished
         for rejected in frame.rejected:
             self.rejected[rejected.handle] = rejected
+        self.suspects.update((note.handle, note.num_suspicions) for note in frame.suspects)
 
     def assert_all_free(self) -> None:
         """No request, row or block is held, and no plan is owed."""

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from octavo.v1 import common_pb2 as octavo_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/scheduler.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\xc0\x01\n\x17SchedulerSessionRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.octavo.v1.SessionHelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.octavo.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.octavo.v1.CancelH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.octavo.v1.SessionPingH\x00\x42\t\n\x07message\"7\n\x0cSessionHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\"\r\n\x0bSessionPing\"\x87\x03\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x11\n\troot_hash\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12*\n\x07resumes\x18\x0c \x03(\x0b\x32\x19.octavo.v1.ResumeSequence\x12\x12\n\ntracestate\x18\r \x01(\t\x12\x19\n\x11lost_scheduler_id\x18\x0e \x01(\t\x12\x16\n\x0enum_suspicions\x18\x0f \x01(\rB\x0e\n\x0c_deadline_ms\"W\n\x0eResumeSequence\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x02 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\x8a\x01\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1b\n\x0esequence_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.CancelReason\x12\x17\n\x0fnum_kept_tokens\x18\x04 \x01(\rB\x11\n\x0f_sequence_index\"\xe9\x02\n\x18SchedulerSessionResponse\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.octavo.v1.SessionWelcome\x12#\n\x07started\x18\x02 \x03(\x0b\x32\x12.octavo.v1.Started\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.octavo.v1.TokenBatch\x12%\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x13.octavo.v1.Finished\x12%\n\x08rejected\x18\x05 \x03(\x0b\x32\x13.octavo.v1.Rejected\x12\x1f\n\x05moved\x18\x06 \x01(\x0b\x32\x10.octavo.v1.Moved\x12\x1d\n\x04load\x18\x07 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x37\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1e.octavo.v1.PromptLogprobsBatch\x12\x0e\n\x06number\x18\t \x01(\x04\"a\n\x0eSessionWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\"^\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\r\"\x86\x01\n\nTokenBatch\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x18\n\x10sequence_indexes\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.octavo.v1.BatchLogprobs\"P\n\rBatchLogprobs\x12\x13\n\x0btoken_index\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.octavo.v1.TokenLogprobs\"_\n\x13PromptLogprobsBatch\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12)\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"\xbc\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.octavo.v1.Error\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12\x11\n\tnum_moves\x18\x07 \x01(\r\"L\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.octavo.v1.Error\x12\x0f\n\x07is_full\x18\x03 \x01(\x08\"E\n\x05Moved\x12\x11\n\tsuccessor\x18\x01 \x01(\t\x12)\n\x08suspects\x18\x02 \x03(\x0b\x32\x17.octavo.v1.MovedSuspect\"6\n\x0cMovedSuspect\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0enum_suspicions\x18\x02 \x01(\r\"\x1a\n\x18SchedulerDescribeRequest\"\xd1\x01\n\x19SchedulerDescribeResponse\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.octavo.v1.WorkerStatus\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\"\xd0\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x0c\n\x04step\x18\n \x01(\x04\")\n\x15SchedulerDrainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"0\n\x16SchedulerDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\",\n\x15SchedulerWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\".\n\x16SchedulerWatchResponse\x12\x14\n\x0cpicture_json\x18\x01 \x01(\x0c*{\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NCEL_REASON_CLIENT\x10\x01\x12\x16\n\x12\x43\x41NCEL_REASON_STOP\x10\x02\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x03\x32\xd8\x02\n\tScheduler\x12V\n\x07Session\x12\".octavo.v1.SchedulerSessionRequest\x1a#.octavo.v1.SchedulerSessionResponse(\x01\x30\x01\x12U\n\x08\x44\x65scribe\x12#.octavo.v1.SchedulerDescribeRequest\x1a$.octavo.v1.SchedulerDescribeResponse\x12L\n\x05\x44rain\x12 .octavo.v1.SchedulerDrainRequest\x1a!.octavo.v1.SchedulerDrainResponse\x12N\n\x05Watch\x12 .octavo.v1.SchedulerWatchRequest\x1a!.octavo.v1.SchedulerWatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/scheduler.proto\x12\toctavo.v1\x1a\x16octavo/v1/common.proto\"\xc0\x01\n\x17SchedulerSessionRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.octavo.v1.SessionHelloH\x00\x12#\n\x06submit\x18\x02 \x01(\x0b\x32\x11.octavo.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x11.octavo.v1.CancelH\x00\x12&\n\x04ping\x18\x04 \x01(\x0b\x32\x16.octavo.v1.SessionPingH\x00\x42\t\n\x07message\"7\n\x0cSessionHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\"\r\n\x0bSessionPing\"\x87\x03\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x11\n\troot_hash\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12*\n\x07resumes\x18\x0c \x03(\x0b\x32\x19.octavo.v1.ResumeSequence\x12\x12\n\ntracestate\x18\r \x01(\t\x12\x19\n\x11lost_scheduler_id\x18\x0e \x01(\t\x12\x16\n\x0enum_suspicions\x18\x0f \x01(\rB\x0e\n\x0c_deadline_ms\"W\n\x0eResumeSequence\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x1b\n\x13\x64\x65livered_token_ids\x18\x02 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\x8a\x01\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1b\n\x0esequence_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.CancelReason\x12\x17\n\x0fnum_kept_tokens\x18\x04 \x01(\rB\x11\n\x0f_sequence_index\"\x94\x03\n\x18SchedulerSessionResponse\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.octavo.v1.SessionWelcome\x12#\n\x07started\x18\x02 \x03(\x0b\x32\x12.octavo.v1.Started\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.octavo.v1.TokenBatch\x12%\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x13.octavo.v1.Finished\x12%\n\x08rejected\x18\x05 \x03(\x0b\x32\x13.octavo.v1.Rejected\x12\x1f\n\x05moved\x18\x06 \x01(\x0b\x32\x10.octavo.v1.Moved\x12\x1d\n\x04load\x18\x07 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x37\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1e.octavo.v1.PromptLogprobsBatch\x12\x0e\n\x06number\x18\t \x01(\x04\x12)\n\x08suspects\x18\n \x03(\x0b\x32\x17.octavo.v1.MovedSuspect\"a\n\x0eSessionWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\"^\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\r\"\x86\x01\n\nTokenBatch\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x18\n\x10sequence_indexes\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.octavo.v1.BatchLogprobs\"P\n\rBatchLogprobs\x12\x13\n\x0btoken_index\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.octavo.v1.TokenLogprobs\"_\n\x13PromptLogprobsBatch\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12)\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"\xbc\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.octavo.v1.Error\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x12\x11\n\tnum_moves\x18\x07 \x01(\r\"L\n\x08Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1f\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x10.octavo.v1.Error\x12\x0f\n\x07is_full\x18\x03 \x01(\x08\"E\n\x05Moved\x12\x11\n\tsuccessor\x18\x01 \x01(\t\x12)\n\x08suspects\x18\x02 \x03(\x0b\x32\x17.octavo.v1.MovedSuspect\"6\n\x0cMovedSuspect\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x16\n\x0enum_suspicions\x18\x02 \x01(\r\"\x1a\n\x18SchedulerDescribeRequest\"\xd1\x01\n\x19SchedulerDescribeResponse\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.octavo.v1.ModelSpec\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.octavo.v1.WorkerStatus\x12\x1d\n\x04load\x18\x05 \x01(\x0b\x32\x0f.octavo.v1.Load\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\"\xd0\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x08 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\t \x01(\r\x12\x0c\n\x04step\x18\n \x01(\x04\")\n\x15SchedulerDrainRequest\x12\x10\n\x08grace_ms\x18\x01 \x01(\r\"0\n\x16SchedulerDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\",\n\x15SchedulerWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\".\n\x16SchedulerWatchResponse\x12\x14\n\x0cpicture_json\x18\x01 \x01(\x0c*{\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NCEL_REASON_CLIENT\x10\x01\x12\x16\n\x12\x43\x41NCEL_REASON_STOP\x10\x02\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x03\x32\xd8\x02\n\tScheduler\x12V\n\x07Session\x12\".octavo.v1.SchedulerSessionRequest\x1a#.octavo.v1.SchedulerSessionResponse(\x01\x30\x01\x12U\n\x08\x44\x65scribe\x12#.octavo.v1.SchedulerDescribeRequest\x1a$.octavo.v1.SchedulerDescribeResponse\x12L\n\x05\x44rain\x12 .octavo.v1.SchedulerDrainRequest\x1a!.octavo.v1.SchedulerDrainResponse\x12N\n\x05Watch\x12 .octavo.v1.SchedulerWatchRequest\x1a!.octavo.v1.SchedulerWatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CANCELREASON']._serialized_start=2864
-  _globals['_CANCELREASON']._serialized_end=2987
+  _globals['_CANCELREASON']._serialized_start=2907
+  _globals['_CANCELREASON']._serialized_end=3030
   _globals['_SCHEDULERSESSIONREQUEST']._serialized_start=65
   _globals['_SCHEDULERSESSIONREQUEST']._serialized_end=257
   _globals['_SESSIONHELLO']._serialized_start=259
@@ -47,39 +47,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCEL']._serialized_start=815
   _globals['_CANCEL']._serialized_end=953
   _globals['_SCHEDULERSESSIONRESPONSE']._serialized_start=956
-  _globals['_SCHEDULERSESSIONRESPONSE']._serialized_end=1317
-  _globals['_SESSIONWELCOME']._serialized_start=1319
-  _globals['_SESSIONWELCOME']._serialized_end=1416
-  _globals['_STARTED']._serialized_start=1418
-  _globals['_STARTED']._serialized_end=1512
-  _globals['_TOKENBATCH']._serialized_start=1515
-  _globals['_TOKENBATCH']._serialized_end=1649
-  _globals['_BATCHLOGPROBS']._serialized_start=1651
-  _globals['_BATCHLOGPROBS']._serialized_end=1731
-  _globals['_PROMPTLOGPROBSBATCH']._serialized_start=1733
-  _globals['_PROMPTLOGPROBSBATCH']._serialized_end=1828
-  _globals['_FINISHED']._serialized_start=1831
-  _globals['_FINISHED']._serialized_end=2019
-  _globals['_REJECTED']._serialized_start=2021
-  _globals['_REJECTED']._serialized_end=2097
-  _globals['_MOVED']._serialized_start=2099
-  _globals['_MOVED']._serialized_end=2168
-  _globals['_MOVEDSUSPECT']._serialized_start=2170
-  _globals['_MOVEDSUSPECT']._serialized_end=2224
-  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_start=2226
-  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_end=2252
-  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_start=2255
-  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_end=2464
-  _globals['_WORKERSTATUS']._serialized_start=2467
-  _globals['_WORKERSTATUS']._serialized_end=2675
-  _globals['_SCHEDULERDRAINREQUEST']._serialized_start=2677
-  _globals['_SCHEDULERDRAINREQUEST']._serialized_end=2718
-  _globals['_SCHEDULERDRAINRESPONSE']._serialized_start=2720
-  _globals['_SCHEDULERDRAINRESPONSE']._serialized_end=2768
-  _globals['_SCHEDULERWATCHREQUEST']._serialized_start=2770
-  _globals['_SCHEDULERWATCHREQUEST']._serialized_end=2814
-  _globals['_SCHEDULERWATCHRESPONSE']._serialized_start=2816
-  _globals['_SCHEDULERWATCHRESPONSE']._serialized_end=2862
-  _globals['_SCHEDULER']._serialized_start=2990
-  _globals['_SCHEDULER']._serialized_end=3334
+  _globals['_SCHEDULERSESSIONRESPONSE']._serialized_end=1360
+  _globals['_SESSIONWELCOME']._serialized_start=1362
+  _globals['_SESSIONWELCOME']._serialized_end=1459
+  _globals['_STARTED']._serialized_start=1461
+  _globals['_STARTED']._serialized_end=1555
+  _globals['_TOKENBATCH']._serialized_start=1558
+  _globals['_TOKENBATCH']._serialized_end=1692
+  _globals['_BATCHLOGPROBS']._serialized_start=1694
+  _globals['_BATCHLOGPROBS']._serialized_end=1774
+  _globals['_PROMPTLOGPROBSBATCH']._serialized_start=1776
+  _globals['_PROMPTLOGPROBSBATCH']._serialized_end=1871
+  _globals['_FINISHED']._serialized_start=1874
+  _globals['_FINISHED']._serialized_end=2062
+  _globals['_REJECTED']._serialized_start=2064
+  _globals['_REJECTED']._serialized_end=2140
+  _globals['_MOVED']._serialized_start=2142
+  _globals['_MOVED']._serialized_end=2211
+  _globals['_MOVEDSUSPECT']._serialized_start=2213
+  _globals['_MOVEDSUSPECT']._serialized_end=2267
+  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_start=2269
+  _globals['_SCHEDULERDESCRIBEREQUEST']._serialized_end=2295
+  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_start=2298
+  _globals['_SCHEDULERDESCRIBERESPONSE']._serialized_end=2507
+  _globals['_WORKERSTATUS']._serialized_start=2510
+  _globals['_WORKERSTATUS']._serialized_end=2718
+  _globals['_SCHEDULERDRAINREQUEST']._serialized_start=2720
+  _globals['_SCHEDULERDRAINREQUEST']._serialized_end=2761
+  _globals['_SCHEDULERDRAINRESPONSE']._serialized_start=2763
+  _globals['_SCHEDULERDRAINRESPONSE']._serialized_end=2811
+  _globals['_SCHEDULERWATCHREQUEST']._serialized_start=2813
+  _globals['_SCHEDULERWATCHREQUEST']._serialized_end=2857
+  _globals['_SCHEDULERWATCHRESPONSE']._serialized_start=2859
+  _globals['_SCHEDULERWATCHRESPONSE']._serialized_end=2905
+  _globals['_SCHEDULER']._serialized_start=3033
+  _globals['_SCHEDULER']._serialized_end=3377
 # @@protoc_insertion_point(module_scope)

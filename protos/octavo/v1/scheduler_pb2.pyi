@@ -100,7 +100,7 @@ class Cancel(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., sequence_index: _Optional[int] = ..., reason: _Optional[_Union[CancelReason, str]] = ..., num_kept_tokens: _Optional[int] = ...) -> None: ...
 
 class SchedulerSessionResponse(_message.Message):
-    __slots__ = ("welcome", "started", "tokens", "finished", "rejected", "moved", "load", "prompt_logprobs", "number")
+    __slots__ = ("welcome", "started", "tokens", "finished", "rejected", "moved", "load", "prompt_logprobs", "number", "suspects")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class SchedulerSessionResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTS_FIELD_NUMBER: _ClassVar[int]
     welcome: SessionWelcome
     started: _containers.RepeatedCompositeFieldContainer[Started]
     tokens: TokenBatch
@@ -119,7 +120,8 @@ class SchedulerSessionResponse(_message.Message):
     load: _common_pb2.Load
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobsBatch]
     number: int
-    def __init__(self, welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobsBatch, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+    suspects: _containers.RepeatedCompositeFieldContainer[MovedSuspect]
+    def __init__(self, welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., started: _Optional[_Iterable[_Union[Started, _Mapping]]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobsBatch, _Mapping]]] = ..., number: _Optional[int] = ..., suspects: _Optional[_Iterable[_Union[MovedSuspect, _Mapping]]] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("wire_version", "scheduler_id", "model")

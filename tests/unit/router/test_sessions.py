@@ -189,6 +189,24 @@ def test_a_scheduler_that_comes_back_later() -> None:
     asyncio.run(main())
 
 
+def test_a_lost_scheduler_leaves_its_suspicions() -> None:
+    async def main() -> None:
+        texts = await undisturbed()
+        fake = fake_cell("one")
+        fake.hold_at = 10
+        async with running_router(fake) as router:
+            task = await streaming(router)
+            await until(lambda: bool(fake.submits))
+            fake.tell_suspects(2)
+            await num_sent(fake, 10)
+            fake.drop_sessions()
+            fake.hold_at = None
+            check_same(await task, texts)
+            assert [submit.num_suspicions for submit in fake.submits] == [0, 2]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_named", [True, False])
 def test_moved(is_named: bool) -> None:
     async def main() -> None:

@@ -561,6 +561,8 @@ def test_suspects_run_again_one_by_one() -> None:
     # The next one is added only after the result of the one before.
     ids = [plan.plan_id for plan in adding[:4]]
     assert all(after - before >= 2 for before, after in pairwise(ids))
+    # Told in time: if this scheduler dies of them too, the next one knows.
+    assert sim.suspects == dict.fromkeys(handles, 1)
     for i, handle in enumerate(handles):
         assert sim.answer(handle).token_ids == expected_tokens(prompt_of(30, seed=i), 20)
     assert sim.answer(fresh).token_ids == expected_tokens(prompt_of(30, seed=9), 20)
