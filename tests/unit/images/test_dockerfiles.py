@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,31 @@ def test_its_environment_is_settings(service: str) -> None:
     known = {environment_name(name) for name in SETTINGS[service].__dataclass_fields__}
     ours = {name for name in environment if name.startswith("OCTAVO_")}
     assert ours <= known | {"OCTAVO_CACHE"}
+
+
+def test_images_begin_alike() -> None:
+    """The same instructions are one layer: built, stored and pulled once for all images."""
+    dockerfiles = [Dockerfile.of(service) for service in FOLDERS]
+    built = [
+        list(takewhile(lambda i: i.name != "COPY", dockerfile.whole("dependencies")))
+        for dockerfile in dockerfiles
+    ]
+    assert built[0] == built[1] == built[2]
+    first = [dockerfile.whole()[0] for dockerfile in dockerfiles]
+    assert "useradd" in first[0].arguments
+    assert first[0] == first[1] == first[2]
+
+
+@each_service
+def test_code_is_a_layer_of_its_own(service: str) -> None:
+    """Else every change of the code would be a new layer with torch in it."""
+    copied = [i.arguments for i in Dockerfile.of(service).whole() if i.name == "COPY"]
+    assert copied == [
+        "--from=dependencies /opt/octavo /opt/octavo",
+        "--from=build /opt/code /opt/octavo",
+    ]
+    _, own = Dockerfile.of(service).stages["build"]
+    assert own[-1] == ("RUN", "pip install --no-deps --prefix /opt/code .")
 
 
 def test_a_model_is_fetched_by_the_workers_image() -> None:
