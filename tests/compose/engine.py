@@ -196,7 +196,8 @@ class Project:
     def __init__(self, folder: Path, name: str, variables: Mapping[str, str]) -> None:
         self.folder = folder
         self.name = name
-        self._environ = {**os.environ, **variables}
+        # Whatever ports are free.
+        self._environ = {**os.environ, **variables, "HTTP_PORT": "0", "GRPC_PORT": "0"}
 
     def compose(self, *arguments: str, timeout_s: float = 300) -> str:
         command = ("docker", "compose", "-p", self.name, *arguments)
@@ -219,10 +220,9 @@ class Project:
         found: list[dict[str, Any]] = json.loads(must("docker", "inspect", *ids)) if ids else []
         return sorted(found, key=lambda one: one["Name"])
 
-    def url(self, number: int = 1) -> str:
-        """Where a router's HTTP port is published."""
-        host_port = self.compose("port", "--index", str(number), "router", "8000").strip()
-        return f"http://{host_port}"
+    def url(self, service: str = "router") -> str:
+        """Where the HTTP port of a service of routers is published: of its first container."""
+        return f"http://{self.compose('port', service, '8000').strip()}"
 
     def python(self, service: str, program: str) -> str:
         """What `program` prints inside a service's container."""

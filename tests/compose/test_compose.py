@@ -6,6 +6,7 @@ The tests share one project and run in the order in which they stand here.
 import json
 import shlex
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -96,6 +97,14 @@ def undisturbed(project: Project) -> str:
     return stream(project.url())
 
 
+@pytest.fixture(scope="module")
+def tokens_in_8_s(project: Project, undisturbed: str) -> int:
+    """What the machine writes in that time, busy as it is: 10 to 160."""
+    started_at = time.monotonic()
+    stream(project.url(), max_tokens=10)
+    return min(160, max(10, int(80 / (time.monotonic() - started_at))))
+
+
 def rows_by_address(project: Project) -> dict[str, int]:
     return json.loads(project.python("scheduler", _DESCRIBE))
 
@@ -148,12 +157,11 @@ def test_images_hold_what_they_need_and_no_more(project: Project) -> None:
 
 
 def test_workers_and_routers_scale(project: Project, undisturbed: str) -> None:
-    project.up("--no-recreate", "--scale", "worker=3", "--scale", "router=2")
+    project.up("--no-recreate", "--scale", "worker=3", "--scale", "more-routers=1")
     assert len(project.containers("worker")) == 3
-    assert len({project.url(1), project.url(2)}) == 2
+    urls = [project.url(service) for service in ("router", "more-routers")]
     wait_until(lambda: len(rows_by_address(project)) == 3, "three workers are led")
-    for number in (1, 2):
-        url = project.url(number)
+    for url in urls:
         wait_until(lambda url=url: httpx.get(f"{url}/readyz").status_code == 200, f"{url} ready")
         assert stream(url) == undisturbed
 
@@ -207,7 +215,7 @@ def test_a_worker_that_dies_is_started_again(project: Project) -> None:
 
 def test_prometheus_finds_every_replica(project: Project) -> None:
     # The killed worker comes back too.
-    project.up("--no-recreate", "--scale", "worker=3", "--scale", "router=2")
+    project.up("--no-recreate", "--scale", "worker=3", "--scale", "more-routers=1")
     project.compose("--profile", "obs", "up", "--no-build", "--no-deps", "--detach", "prometheus")
     (container,) = project.containers("prometheus")
     port = container["NetworkSettings"]["Ports"]["9090/tcp"][0]["HostPort"]
@@ -224,7 +232,9 @@ def test_prometheus_finds_every_replica(project: Project) -> None:
     wait_until(lambda: healthy_jobs() == wanted, f"targets {wanted}")
 
 
-def test_down_lets_streams_end_and_leaves_nothing(project: Project, undisturbed: str) -> None:
+def test_down_lets_streams_end_and_leaves_nothing(
+    project: Project, undisturbed: str, tokens_in_8_s: int
+) -> None:
     under_way, texts = threading.Event(), list[str]()
 
     def on_chunk(count: int) -> None:
@@ -232,8 +242,8 @@ def test_down_lets_streams_end_and_leaves_nothing(project: Project, undisturbed:
             under_way.set()
 
     def read() -> None:
-        # Short enough to end within the grace, on a busy machine too.
-        texts.append(stream(url, on_chunk, max_tokens=40))
+        # Well within the grace.
+        texts.append(stream(url, on_chunk, max_tokens=tokens_in_8_s))
 
     url = project.url()
     thread = threading.Thread(target=read)

@@ -41,7 +41,7 @@ def test_it_can_do_little(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "pid", "ipc", "devices", "network_mode"} & service.keys()
-    if "build" not in service:
+    if "build" not in service and name != "more-routers":
         assert service["user"].split(":")[0] != "0"
         assert re.search(r":v?\d+\.\d+", with_defaults(service["image"])), "a version, not latest"
 
@@ -120,27 +120,46 @@ def test_only_doors_are_open() -> None:
         assert SERVICES[name]["networks"] == ["cell"]
         assert "ports" not in SERVICES[name]
     published = {n: s["ports"] for n, s in SERVICES.items() if "ports" in s}
-    assert set(published) == {"router", "jaeger", "prometheus", "grafana"}
+    assert set(published) == {"router", "more-routers", "jaeger", "prometheus", "grafana"}
     for ports in published.values():
         assert all(with_defaults(port).startswith("127.0.0.1:") for port in ports)
 
 
-def test_replicas_find_ports() -> None:
-    environment = Dockerfile.of("router").environment()
-    targets: list[str] = []
-    for port in SERVICES["router"]["ports"]:
+def _published(name: str) -> dict[str, range]:
+    """The ports of this machine that may be a container's, by the container's."""
+    found: dict[str, range] = {}
+    for port in SERVICES[name]["ports"]:
         _, published, target = with_defaults(port).split(":")
-        first, last = map(int, published.split("-"))
-        assert last - first == 9
-        targets.append(target)
-    assert targets == [environment["OCTAVO_PORT"], environment["OCTAVO_GRPC_PORT"]]
+        first, _, last = published.partition("-")
+        found[target] = range(int(first), int(last or first) + 1)
+    return found
+
+
+def test_the_first_router_has_a_port_of_its_own() -> None:
+    """Docker goes round in a range: a router that had one would move with every `up`."""
+    environment = Dockerfile.of("router").environment()
+    http, grpc = environment["OCTAVO_PORT"], environment["OCTAVO_GRPC_PORT"]
+    assert _published("router") == {http: range(8000, 8001), grpc: range(8010, 8011)}
+    assert _published("more-routers") == {http: range(8001, 8010), grpc: range(8011, 8020)}
+
+
+def test_more_routers_are_routers() -> None:
+    router, more = SERVICES["router"], SERVICES["more-routers"]
+    assert more["scale"] == 0
+    assert more["pull_policy"] == "never", "the image is built for the first"
+    own = {"build", "ports", "networks", "scale", "pull_policy"}
+    assert {k: v for k, v in more.items() if k not in own} == {
+        key: value for key, value in router.items() if key not in own
+    }
+    # Prometheus asks for this name.
+    assert more["networks"] == {"edge": None, "cell": {"aliases": ["router"]}}
     assert not any("container_name" in service for service in SERVICES.values())
 
 
 def test_profiles() -> None:
     profiles = {name: service.get("profiles") for name, service in SERVICES.items()}
     assert {n for n, p in profiles.items() if p is None} == {
-        *("router", "scheduler", "worker", "model", "redis")
+        *("router", "more-routers", "scheduler", "worker", "model", "redis")
     }
     assert {n for n, p in profiles.items() if p == ["gpu"]} == {"gpu-worker"}
     assert {n for n, p in profiles.items() if p == ["obs"]} == {

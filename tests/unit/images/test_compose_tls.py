@@ -18,7 +18,7 @@ from octavo.v1 import scheduler_pb2
 from tests.programs import find_program
 from tests.unit.images.dockerfiles import REPOSITORY, read_compose
 
-SERVICES = ("router", "scheduler", "worker", "gpu-worker")
+SERVICES = ("router", "more-routers", "scheduler", "worker", "gpu-worker")
 MOUNT = "/etc/octavo/tls"
 ADDED: dict[str, Any] = yaml.safe_load((REPOSITORY / "compose.tls.yaml").read_text("utf-8"))[
     "services"
