@@ -119,6 +119,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     _edit_json(folder / "config.json", _mend_config)
     _edit_json(folder / "tokenizer_config.json", _mend_tokenizer_config)
+    _edit_json(folder / "generation_config.json", _recommend_sampling)
 
 
 def _mend_config(config: dict[str, Any]) -> None:
@@ -132,6 +133,11 @@ def _mend_tokenizer_config(config: dict[str, Any]) -> None:
     config["eos_token"] = _EOS_TOKEN
     config["eos_token_id"] = _EOS_TOKEN_ID
     config["clean_up_tokenization_spaces"] = False
+
+
+def _recommend_sampling(config: dict[str, Any]) -> None:
+    # What the model's authors sample with; at temperature 1 so small a model talks nonsense.
+    config |= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
 def _edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
