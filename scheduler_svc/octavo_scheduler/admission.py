@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from octavo.errors import ContextLengthError, OverloadedError
@@ -77,8 +78,7 @@ class _Line:
     @property
     def wait_s(self) -> float:
         """How long its last one waits, if the line goes on as it did; 0 = not measured."""
-        rate = self.pace.tokens_per_s
-        return self.num_tokens / rate if rate else 0.0
+        return self.pace.wait_s(self.num_tokens, inf)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,10 +154,12 @@ class AdmissionQueue:
         ahead = self._tokens_ahead(num_tokens, priority, tenant)
         if not ahead:
             return None
-        rate = self._pace.tokens_per_s or default_tokens_per_s or _DEFAULT_TOKENS_PER_S
+        default_tokens_per_s = default_tokens_per_s or _DEFAULT_TOKENS_PER_S
+        rate = self._pace.tokens_per_s or default_tokens_per_s
         limits = self._limits
         # What others may yet send before its turn shows in how its own line moves.
-        wait_s = max(ahead / rate, self._line_wait_s(priority, tenant))
+        wait_s = self._pace.wait_s(ahead, default_tokens_per_s)
+        wait_s = max(wait_s, self._line_wait_s(priority, tenant))
         if ahead + num_tokens > limits.max_tokens:
             excess_s = (ahead + num_tokens - limits.max_tokens) / rate
             limit = f"at most {limits.max_tokens} may wait"

@@ -11,6 +11,9 @@ _MEMORY_S = 10.0
 # A queue that is empty again sooner limits nobody.
 _GRACE_S = 0.1
 _LEAST_MEASURED_S = 0.5
+# A short measurement foretells no longer wait than so many times itself: a queue stands still, but
+# for short prompts, while a long one that has just left it is computed.
+_FARTHEST, _SHORT_S = 20.0, 5.0
 
 
 class Pace:
@@ -38,6 +41,15 @@ class Pace:
         self._tokens = self._tokens * fading + num_tokens
         self._measured_s = self._measured_s * fading + passed_s
         self._since = now
+
+    def wait_s(self, num_tokens: int, default_tokens_per_s: float) -> float:
+        """How long so many tokens take to leave the queue, if it goes on as it did."""
+        rate = self.tokens_per_s
+        if not rate:
+            return num_tokens / default_tokens_per_s
+        wait_s = num_tokens / rate
+        is_short = self._measured_s < _SHORT_S
+        return min(wait_s, _FARTHEST * self._measured_s) if is_short else wait_s
 
     @property
     def tokens_per_s(self) -> float:

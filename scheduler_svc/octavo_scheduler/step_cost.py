@@ -110,7 +110,7 @@ class _Quantile:
     """
 
     _SHARE = 0.35
-    _STEP = 0.01
+    _STEP = 0.006
 
     def __init__(self) -> None:
         self.value = 0.0

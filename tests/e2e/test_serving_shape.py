@@ -16,6 +16,7 @@ FLAGS = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_each_rate_is_recorded_when_it_was_measured(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     command = [sys.executable, "-m", "tests.bench.serving_shape", *FLAGS.split()]

@@ -124,6 +124,22 @@ def flooded(weights: dict[str, float] | None = None) -> AdmissionQueue:
     return queue
 
 
+def test_a_prompt_that_passed_others_doesnt_make_their_wait_endless() -> None:
+    """While a long prompt is computed, a short one passes the queue behind it."""
+    now = 0.0
+    limits = QueueLimits(10**9, max_wait_s=30.0)
+    queue = AdmissionQueue(limits, Shares(), lambda: now)
+    short = sequence(2, length=2)
+    queue.push(sequence(1, length=6000))
+    queue.push(short)
+    now = 1.0
+    queue.serve(short, 2)
+    queue.check_room(500, 10_000.0)
+    queue.push(sequence(3, length=500, tenant="other"))
+    queue.check_room(500, 10_000.0)
+    queue.check_room(500, 10_000.0, tenant="other")
+
+
 def test_who_floods_the_queue_is_refused_and_others_are_not() -> None:
     queue = flooded()
     with pytest.raises(OverloadedError):
