@@ -315,14 +315,20 @@ def test_a_cell_without_workers_gets_what_was_lost_and_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_cell_that_hands_over_passes_new_requests_to_its_heir(is_known: bool) -> None:
+def test_a_cell_that_hands_over_passes_new_requests_to_its_heir(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The heir has no workers yet; whether or not the router knew when the request came."""
+    if not is_known:
+        monkeypatch.setattr(session_module, "PING_S", 60.0)
 
     async def main() -> None:
         texts = await undisturbed()
         leaving, heir = fake_cell("leaving"), fake_cell("heir")
         heir.load.num_blocks = 0
         async with running_router(leaving, heir) as router:
+            # The first answer to a ping tells that it stays.
+            await until(lambda: leaving.num_pings > 0)
             leaving.load.draining = True
             leaving.reject = common_pb2.Error(code=14, message="the scheduler is draining")
             if is_known:
