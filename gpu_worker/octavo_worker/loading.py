@@ -33,7 +33,7 @@ from octavo_worker.kv_cache import (
 from octavo_worker.late_compiles import LateCompiles
 from octavo_worker.models import Model, ModelConfig, load_any_model
 from octavo_worker.row_book import RowLimits
-from octavo_worker.runner import KVCaches, Runner
+from octavo_worker.runner import DecodeProgram, KVCaches, Runner
 from octavo_worker.spec import Capacity, Spec, kv_scheme_of
 from octavo_worker.step_profile import StepProfile
 from octavo_worker.warm_up import warm_up
@@ -48,6 +48,8 @@ _MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 # On a card one step runs while the next one waits in its queue.
 # Compute capability 8.9 brought e4m3.
 _FIRST_WITH_FP8 = (8, 9)
+# Capability from which kernels may start before their predecessors have ended.
+_FIRST_WITH_EARLY_STARTS = (9, 0)
 _MAX_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 
 
@@ -204,7 +206,9 @@ def load_runner(
         _scale_kv(model, device)
     caches = allocate_kv_caches(config, size, device, kv_dtype)
     if group is None:
-        runner = Runner(model, backend, caches, limits, device)
+        runner = Runner(
+            model, backend, caches, limits, device, decode=_decode_program(model, device)
+        )
     else:
         assert isinstance(model, Model)
         runner = group.make_runner(model, backend, caches, limits, device)
@@ -274,3 +278,15 @@ def _device_name(device: torch.device, num_ranks: int) -> str:
     if device.type == "cuda":
         return times + torch.cuda.get_device_name(device)
     return f"{times}CPU ({torch.get_num_threads()} threads)"
+
+
+def _decode_program(model: "Model | FallbackModel", device: torch.device) -> DecodeProgram | None:
+    """The decode step in few kernels, for cards that its tiles were measured on."""
+    if device.type != "cuda" or not isinstance(model, Model):
+        return None
+    if torch.cuda.get_device_capability(device) < _FIRST_WITH_EARLY_STARTS:
+        return None
+    # Triton, which a worker without a card may lack.
+    from octavo_worker.backends.fused_decode import FusedDecode
+
+    return FusedDecode.of(model, pdl=True)

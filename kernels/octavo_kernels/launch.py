@@ -34,6 +34,9 @@ class Launch:
     num_warps: int
     num_stages: int = 1
     enable_fp_fusion: bool = True
+    # Programmatic dependent launch: the kernel starts before the one ahead of it has ended, and
+    # waits by itself (gdc_wait) before it touches what that one wrote.
+    pdl: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -42,6 +45,7 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.enable_fp_fusion,
+            **({"launch_pdl": True} if self.pdl else {}),
         }
 
     def run(self) -> None:

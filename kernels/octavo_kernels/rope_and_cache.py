@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo_kernels.launch import Launch, next_power_of_2, offset64
 from octavo_kernels.paged_kv import KvScales, check_scales, scale_args
@@ -23,6 +24,13 @@ from octavo_kernels.paged_kv import KvScales, check_scales, scale_args
 def _rotate(x1, x2, cos, sin):
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@triton.jit
+def _normed(x, weight, inverse_rms):
+    """x [..., X] times its inverse rms, rounded, times the weight, rounded."""
+    scaled = (x.to(tl.float32) * inverse_rms).to(x.dtype)
+    return (scaled.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -37,7 +45,7 @@ def _stored(x, cache, scale, IS_SCALED: tl.constexpr):
 @triton.jit
 def _rope_and_cache_kernel(
     q_out,  # [T, H, D] contiguous
-    k_out,  # [T, K, D] contiguous
+    k_out,  # [T, K, D] contiguous; not touched unless KEEP_K
     k_cache,
     v_cache,
     q,
@@ -52,6 +60,9 @@ def _rope_and_cache_kernel(
     stride_block,  # between blocks of either cache
     k_scales,  # [K] float32
     v_scales,
+    q_norm,  # [D]; not touched unless HAS_NORM
+    k_norm,
+    eps,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -62,9 +73,15 @@ def _rope_and_cache_kernel(
     REST_PAD: tl.constexpr,  # of D - R; 0 if all dims rotate
     D_PAD: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    KEEP_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     position = tl.load(positions + token)
     slot = tl.load(slot_mapping + token)
 
@@ -82,6 +99,36 @@ def _rope_and_cache_kernel(
     mask = group_mask & half_mask[None, :]
     q1 = tl.load(q_in + half[None, :], mask=mask, other=0.0)
     q2 = tl.load(q_in + HALF + half[None, :], mask=mask, other=0.0)
+    k_in = k + offset64(token, stride_k) + kv_head * D
+    k1 = tl.load(k_in + half, mask=half_mask, other=0.0)
+    k2 = tl.load(k_in + HALF + half, mask=half_mask, other=0.0)
+    rest = 2 * HALF + tl.arange(0, max(REST_PAD, 1))
+    rest_mask = rest < D
+    q_rest_mask = group_mask & rest_mask[None, :]
+    if REST_PAD > 0:
+        q_rest = tl.load(q_in + rest[None, :], mask=q_rest_mask, other=0.0)
+        k_rest = tl.load(k_in + rest, mask=rest_mask, other=0.0)
+    if HAS_NORM:
+        wide1, wide2 = q1.to(tl.float32), q2.to(tl.float32)
+        q_square = tl.sum(wide1 * wide1, axis=1) + tl.sum(wide2 * wide2, axis=1)
+        wide1, wide2 = k1.to(tl.float32), k2.to(tl.float32)
+        k_square = tl.sum(wide1 * wide1, axis=0) + tl.sum(wide2 * wide2, axis=0)
+        if REST_PAD > 0:
+            wide1, wide2 = q_rest.to(tl.float32), k_rest.to(tl.float32)
+            q_square += tl.sum(wide1 * wide1, axis=1)
+            k_square += tl.sum(wide2 * wide2, axis=0)
+        q_inverse = tl.rsqrt(q_square / D + eps)[:, None]
+        k_inverse = tl.rsqrt(k_square / D + eps)
+        weight1 = tl.load(q_norm + half, mask=half_mask, other=0.0)
+        weight2 = tl.load(q_norm + HALF + half, mask=half_mask, other=0.0)
+        q1 = _normed(q1, weight1[None, :], q_inverse)
+        q2 = _normed(q2, weight2[None, :], q_inverse)
+        k1 = _normed(k1, tl.load(k_norm + half, mask=half_mask, other=0.0), k_inverse)
+        k2 = _normed(k2, tl.load(k_norm + HALF + half, mask=half_mask, other=0.0), k_inverse)
+        if REST_PAD > 0:
+            weight1 = tl.load(q_norm + rest, mask=rest_mask, other=0.0)
+            q_rest = _normed(q_rest, weight1[None, :], q_inverse)
+            k_rest = _normed(k_rest, tl.load(k_norm + rest, mask=rest_mask, other=0.0), k_inverse)
     q1_new, q2_new = _rotate(q1, q2, cos[None, :], sin[None, :])
     tl.store(q_to + half[None, :], q1_new.to(q1.dtype), mask=mask)
     tl.store(q_to + HALF + half[None, :], q2_new.to(q1.dtype), mask=mask)
@@ -94,28 +141,22 @@ def _rope_and_cache_kernel(
     # A dead row's slot is -1: its address is never formed into a store.
     is_live = slot >= 0
     cache_offset = offset64(slot // B, stride_block) + (kv_head * B + slot % B) * D
-    k_in = k + offset64(token, stride_k) + kv_head * D
-    k_to = k_out + offset64(token, K * D) + kv_head * D
-    k1 = tl.load(k_in + half, mask=half_mask, other=0.0)
-    k2 = tl.load(k_in + HALF + half, mask=half_mask, other=0.0)
     k1_new, k2_new = _rotate(k1, k2, cos, sin)
     k1_new, k2_new = k1_new.to(k1.dtype), k2_new.to(k1.dtype)
-    tl.store(k_to + half, k1_new, mask=half_mask)
-    tl.store(k_to + HALF + half, k2_new, mask=half_mask)
     k_slot = k_cache + cache_offset + half
     mask = half_mask & is_live
     tl.store(k_slot, _stored(k1_new, k_cache, k_scale, IS_SCALED), mask=mask)
     tl.store(k_slot + HALF, _stored(k2_new, k_cache, k_scale, IS_SCALED), mask=mask)
-
     if REST_PAD > 0:
-        rest = 2 * HALF + tl.arange(0, REST_PAD)
-        rest_mask = rest < D
-        q_mask = group_mask & rest_mask[None, :]
-        tl.store(q_to + rest[None, :], tl.load(q_in + rest[None, :], mask=q_mask), mask=q_mask)
-        k_rest = tl.load(k_in + rest, mask=rest_mask)
-        tl.store(k_to + rest, k_rest, mask=rest_mask)
-        k_rest = _stored(k_rest, k_cache, k_scale, IS_SCALED)
-        tl.store(k_cache + cache_offset + rest, k_rest, mask=rest_mask & is_live)
+        tl.store(q_to + rest[None, :], q_rest, mask=q_rest_mask)
+        k_kept = _stored(k_rest, k_cache, k_scale, IS_SCALED)
+        tl.store(k_cache + cache_offset + rest, k_kept, mask=rest_mask & is_live)
+    if KEEP_K:
+        k_to = k_out + offset64(token, K * D) + kv_head * D
+        tl.store(k_to + half, k1_new, mask=half_mask)
+        tl.store(k_to + HALF + half, k2_new, mask=half_mask)
+        if REST_PAD > 0:
+            tl.store(k_to + rest, k_rest, mask=rest_mask)
 
     dim = tl.arange(0, D_PAD)
     v_mask = (dim < D) & is_live
@@ -136,6 +177,10 @@ def rope_and_cache_launch(
     k_cache: Tensor,
     v_cache: Tensor,
     kv_scales: KvScales | None = None,
+    *,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    keep_k: bool = True,
+    pdl: bool = False,
 ) -> Launch:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -149,6 +194,7 @@ def rope_and_cache_launch(
         args=(
             *(*args, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(0)),
             *scale_args(kv_scales, q),
+            *(norms or (q, k, 0.0)),
         ),
         constants={
             "K": num_kv_heads,
@@ -161,8 +207,12 @@ def rope_and_cache_launch(
             "REST_PAD": next_power_of_2(rest) if rest else 0,
             "D_PAD": next_power_of_2(head_dim),
             "IS_SCALED": kv_scales is not None,
+            "HAS_NORM": norms is not None,
+            "KEEP_K": keep_k,
+            "PDL": pdl,
         },
         num_warps=1 if group_size * head_dim <= 1024 else 4,
+        pdl=pdl,
     )
 
 
@@ -230,6 +280,34 @@ def rope_and_cache(
             kv_scales=kv_scales,
         ).run()
     return q_out, k_out
+
+
+def rope_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_scales: KvScales | None = None,
+    *,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """As `rope_and_cache`, but returns q alone; `norms`: RMSNorm of each head of q and k before
+    they rotate: (weight of q [D], of k [D], eps)."""
+    _check(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, kv_scales)
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.shape[0]:
+        rope_and_cache_launch(
+            *(q_out, k, q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, kv_scales),
+            norms=norms,
+            keep_k=False,
+            pdl=pdl,
+        ).run()
+    return q_out
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

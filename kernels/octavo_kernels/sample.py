@@ -11,19 +11,24 @@ the filtered distribution: rejection sampling with a pivot, as FlashInfer's samp
 
 Temperature 0 is greedy: the first of the largest logits. A row that has a NaN or +inf, or no
 finite logit, gets token -1 and harms no other row; -inf masks a token out.
-One program per row; a round reads the row once, twice if it filters.
+
+A round reads the row once, twice if it filters. Few rows are cut into parts, so that the first
+race runs on the whole card; the last part to arrive draws, and runs further rounds alone.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.launch import Launch, next_power_of_2, offset64
+from octavo_kernels.launch import Launch, cdiv, next_power_of_2, num_multiprocessors, offset64
 from octavo_kernels.philox import exponentials, exponentials_reference, log32
 
 BAD_ROW = -1
 _MAX_TILE = 4096
+_MOST_PARTS = 64
 # Below it logit / temperature could overflow; the race is long decided.
 _MIN_TEMPERATURE = 1e-30
 
@@ -44,18 +49,19 @@ def _race(
     sequence_index,
     draw_round,
     pivot,
-    vocab_size,
+    begin,  # a multiple of TILE
+    end,
     IS_GREEDY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(best key, its token, max logit, is bad) among the logits above the pivot."""
+    """(best key, its token, max logit, is bad) among the logits [begin, end) above the pivot."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_token = tl.zeros([TILE], tl.int32)
     top = tl.full([TILE], float("-inf"), tl.float32)
     bad = tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab_size, TILE):
+    for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
-        logit = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+        logit = tl.load(logits + token, mask=token < end, other=float("-inf")).to(tl.float32)
         bad |= ((logit != logit) | (logit == float("inf"))).to(tl.int32)
         top = tl.maximum(top, logit)
         if IS_GREEDY:
@@ -80,6 +86,7 @@ def _likelier(logits, temperature, top, pivot, vocab_size, TILE: tl.constexpr):
     for start in range(0, vocab_size, TILE):
         token = start + tl.arange(0, TILE)
         logit = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+        logit = logit.to(tl.float32)
         mass = tl.exp(tl.div_rn(logit, temperature) - top)
         total += mass
         above += tl.where(logit > pivot, mass, 0.0)
@@ -88,9 +95,51 @@ def _likelier(logits, temperature, top, pivot, vocab_size, TILE: tl.constexpr):
 
 
 @triton.jit
+def _join_parts(
+    keys,
+    tokens,
+    tops,
+    bads,
+    tickets,
+    row,
+    best,
+    token,
+    top,
+    bad,
+    MOST_PARTS: tl.constexpr,
+):
+    """(is last, best key, its token, max logit, is bad) of all parts; right for the last alone."""
+    num_parts = tl.num_programs(1)
+    at = row * num_parts + tl.program_id(1)
+    tl.store(keys + at, best)
+    tl.store(tokens + at, token)
+    tl.store(tops + at, top)
+    tl.store(bads + at, bad)
+    # All of this program's stores come before its ticket; who draws the last sees all others'.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu")
+    is_last = ticket == num_parts - 1
+    part = tl.arange(0, MOST_PARTS)
+    mask = (part < num_parts) & is_last
+    at = row * num_parts + part
+    key = tl.load(keys + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    name = tl.load(tokens + at, mask=mask, other=0, cache_modifier=".cg")
+    best = tl.max(key, axis=0)
+    token = tl.min(tl.where(key == best, name, 0x7FFFFFFF), axis=0)
+    top = tl.max(tl.load(tops + at, mask=mask, other=float("-inf"), cache_modifier=".cg"), axis=0)
+    bad = tl.max(tl.load(bads + at, mask=mask, other=0, cache_modifier=".cg"), axis=0)
+    return is_last, best, token, top, bad
+
+
+@triton.jit
 def _sample_kernel(
     out,  # int64 [S]
-    logits,  # float32 [S, V]
+    logits,  # [S, V]
+    keys,  # [S, parts] float32, int32, float32, int32; not touched unless IS_CUT
+    tokens,
+    tops,
+    bads,
+    tickets,  # int32 [S], zero between launches
     temperature,
     top_p,
     top_k,
@@ -100,18 +149,16 @@ def _sample_kernel(
     sequence_index,
     stride_logits,
     vocab_size,
+    part_size,  # a multiple of TILE
     MIN_TEMPERATURE: tl.constexpr,
     TILE: tl.constexpr,
+    IS_CUT: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits += offset64(row, stride_logits)
     heat = tl.load(temperature + row)
-    if heat <= 0.0:
-        best, token, _, bad = _race(logits, heat, 0, 0, 0, 0, 0.0, vocab_size, True, TILE)
-        is_bad = (bad != 0) | (best == float("-inf"))
-        tl.store(out + row, tl.where(is_bad, -1, token).to(tl.int64))
-        return
-
+    is_greedy = heat <= 0.0
     heat = tl.maximum(heat, MIN_TEMPERATURE)
     row_seed = tl.load(seed + row)
     row_position = tl.load(position + row)
@@ -121,32 +168,73 @@ def _sample_kernel(
     row_min_p = tl.load(min_p + row)
     is_filtered = (row_top_p < 1.0) | (row_top_k > 0) | (row_min_p > 0.0)
 
-    token = tl.full([], -1, tl.int32)
-    pivot = tl.full([], float("-inf"), tl.float32)
+    begin = tl.program_id(1) * part_size
+    end = tl.minimum(begin + part_size, vocab_size)
     draw_round = tl.zeros([], tl.int32)
-    is_drawing = True
-    while is_drawing:
+    pivot = tl.full([], float("-inf"), tl.float32)
+    if is_greedy:
+        best, drawn, top, bad = _race(logits, heat, 0, 0, 0, 0, 0.0, begin, end, True, TILE)
+    else:
         best, drawn, top, bad = _race(
             *(logits, heat, row_seed, row_position, row_sequence, draw_round, pivot),
-            *(vocab_size, False, TILE),
+            *(begin, end, False, TILE),
         )
-        # Nothing was above the pivot: in round 0 all is -inf; later the pivot is the maximum,
-        # which not even the filter accepted (top_p = 0): it stays the answer.
-        is_drawing = (bad == 0) & (best > float("-inf"))
-        token = tl.where(is_drawing, drawn, tl.where(bad == 0, token, -1))
-        if is_drawing & is_filtered:
-            pivot = tl.load(logits + drawn)
-            total, above, count = _likelier(logits, heat, top, pivot, vocab_size, TILE)
-            p_of_max = tl.exp(tl.div_rn(pivot, heat) - tl.div_rn(top, heat))
-            is_drawing = (
-                ((row_top_p < 1.0) & (above >= row_top_p * total))
-                | ((row_top_k > 0) & (count >= row_top_k))
-                | (p_of_max < row_min_p)
-            )
+    if IS_CUT:
+        is_last, best, drawn, top, bad = _join_parts(
+            *(keys, tokens, tops, bads, tickets, row, best, drawn, top, bad, MOST_PARTS)
+        )
+        if not is_last:
+            return
+        tl.store(tickets + row, 0)
+
+    is_good = (bad == 0) & (best > float("-inf"))
+    token = tl.where(is_good, drawn, -1)
+    is_drawing = is_good & is_filtered & (not is_greedy)
+    while is_drawing:
+        pivot = tl.load(logits + drawn).to(tl.float32)
+        total, above, count = _likelier(logits, heat, top, pivot, vocab_size, TILE)
+        p_of_max = tl.exp(tl.div_rn(pivot, heat) - tl.div_rn(top, heat))
+        is_drawing = (
+            ((row_top_p < 1.0) & (above >= row_top_p * total))
+            | ((row_top_k > 0) & (count >= row_top_k))
+            | (p_of_max < row_min_p)
+        )
+        if is_drawing:
             draw_round += 1
-        else:
-            is_drawing = False
+            best, drawn, _, _ = _race(
+                *(logits, heat, row_seed, row_position, row_sequence, draw_round, pivot),
+                *(0, vocab_size, False, TILE),
+            )
+            # Nothing was above the pivot: it is the maximum, which not even the filter accepted
+            # (top_p = 0): it stays the answer.
+            is_drawing = best > float("-inf")
+            token = tl.where(is_drawing, drawn, token)
     tl.store(out + row, token.to(tl.int64))
+
+
+class Parts(NamedTuple):
+    """Where the parts of a row's first race meet; each [S, parts], tickets int32 [S] of zeros."""
+
+    keys: Tensor
+    tokens: Tensor
+    tops: Tensor
+    bads: Tensor
+    tickets: Tensor
+
+
+def num_parts(num_rows: int, vocab_size: int, num_sms: int) -> int:
+    """So many parts a row that the card is full, each at least a tile."""
+    wanted = max(1, 2 * num_sms // max(num_rows, 1))
+    return min(wanted, cdiv(vocab_size, _MAX_TILE), _MOST_PARTS)
+
+
+def make_parts(num_rows: int, parts: int, device: torch.device) -> Parts:
+    def empty(dtype: torch.dtype) -> Tensor:
+        return torch.empty((num_rows, parts), dtype=dtype, device=device)
+
+    tickets = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    integers, floats = torch.int32, torch.float32
+    return Parts(empty(floats), empty(integers), empty(floats), empty(integers), tickets)
 
 
 def sample_launch(
@@ -159,15 +247,26 @@ def sample_launch(
     seed: Tensor,
     position: Tensor,
     sequence_index: Tensor,
+    *,
+    parts: Parts | None = None,
 ) -> Launch:
     num_rows, vocab_size = logits.shape
     tile = max(16, min(_MAX_TILE, next_power_of_2(vocab_size)))
     parameters = (temperature, top_p, top_k, min_p, seed, position, sequence_index)
+    count = 1 if parts is None else parts.keys.shape[1]
+    places = parts or (logits, logits, logits, logits, logits)
+    part_size = cdiv(cdiv(vocab_size, count), tile) * tile
     return Launch(
         kernel=_sample_kernel,
-        grid=(num_rows,),
-        args=(out, logits, *parameters, logits.stride(0), vocab_size),
-        constants={"MIN_TEMPERATURE": _MIN_TEMPERATURE, "TILE": tile},
+        grid=(num_rows, count),
+        args=(out, logits, *places, *parameters, logits.stride(0), vocab_size, part_size),
+        constants={
+            "MIN_TEMPERATURE": _MIN_TEMPERATURE,
+            "TILE": tile,
+            # The number of parts itself is no constant: each would be another compilation.
+            "IS_CUT": count > 1,
+            "MOST_PARTS": _MOST_PARTS,
+        },
         num_warps=max(1, tile // 256),
         # One rounding more or less could decide a race: as on the host, none is fused away.
         enable_fp_fusion=False,
@@ -183,15 +282,19 @@ def sample(
     seed: Tensor,
     position: Tensor,
     sequence_index: Tensor,
+    *,
+    parts: int | None = None,
 ) -> Tensor:
     """One token per row: int64 [S]; -1 for a bad row.
 
-    logits: float32 [S, V]. temperature (0 = greedy), top_p (1 = off), min_p (0 = off): float32
-    [S]. top_k: int32 [S], 0 = off. seed: int64 [S], the bits of an unsigned seed. position:
-    int64 [S] < 2**32, the index in its sequence of the token drawn. sequence_index: int32 [S].
+    logits: float32, bfloat16 or float16 [S, V]. temperature (0 = greedy), top_p (1 = off), min_p
+    (0 = off): float32 [S]. top_k: int32 [S], 0 = off. seed: int64 [S], the bits of an unsigned
+    seed. position: int64 [S] < 2**32, the index in its sequence of the token drawn.
+    sequence_index: int32 [S]. `parts`: of a row's first race; None = so many that they fill the
+    card.
     """
     assert logits.ndim == 2, logits.shape
-    assert logits.dtype == torch.float32, logits.dtype
+    assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
     assert logits.stride(1) == 1, logits.stride()
     assert 0 < logits.shape[1] < 2**30, logits.shape
     for parameter, dtype in (
@@ -208,8 +311,12 @@ def sample(
         assert parameter.is_contiguous()
     out = torch.empty(logits.shape[:1], dtype=torch.int64, device=logits.device)
     if out.numel():
+        num_rows, vocab_size = logits.shape
+        if parts is None:
+            parts = num_parts(num_rows, vocab_size, num_multiprocessors(logits.device))
         sample_launch(
-            out, logits, temperature, top_p, top_k, min_p, seed, position, sequence_index
+            *(out, logits, temperature, top_p, top_k, min_p, seed, position, sequence_index),
+            parts=make_parts(num_rows, parts, logits.device) if parts > 1 else None,
         ).run()
     return out
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo_kernels.fp8_gemm import E4M3, fp8_gemm_launch, quantize_rows_launch
 from octavo_kernels.launch import Launch
-from octavo_kernels.paged_decode import WorkList, paged_decode_launches
+from octavo_kernels.paged_decode import WorkList, paged_decode_launch
 from octavo_kernels.paged_kv import KvScales
 from octavo_kernels.paged_prefill import paged_prefill_launch
 from octavo_kernels.rope_and_cache import rope_and_cache_launch
@@ -63,8 +63,9 @@ def test_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     table, lens = _meta(8, 128, dtype=torch.int32), _meta(8, dtype=torch.int32)
     work = WorkList(_meta(50, 3, dtype=torch.int32), _meta(9, dtype=torch.int32))
     partial = _meta(50, num_heads, head_dim), _meta(50, num_heads)
-    attend, _ = paged_decode_launches(
-        q, *partial, q, cache, cache, table, work, 0.1, kv_scales=scales
+    tickets = _meta(8 * num_kv_heads, dtype=torch.int32)
+    attend = paged_decode_launch(
+        q, *partial, tickets, q, cache, cache, table, work, 0.1, kv_scales=scales
     )
     assert "cp.async.cg.shared.global" in _check(attend)
     launch = paged_prefill_launch(

@@ -53,6 +53,11 @@ def test_flat_draws_are_uniform() -> None:
     assert checks.chi_square(tokens, flat) < checks.chi_square_limit(1000)
 
 
+@pytest.mark.parametrize("parts", [2, 5, 32])
+def test_a_race_in_parts_has_one_winner(parts: int) -> None:
+    checks.check_parts("cuda", vocab_size=128_256, parts=parts)
+
+
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filtered_draws_have_the_filtered_distribution(filters: dict[str, Any]) -> None:
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | filters

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo_kernels import sample
 from tests.kernels import checks, draws
 from tests.kernels.cases import case_id, pairwise, sample_factors
 
@@ -14,6 +15,12 @@ pytestmark = pytest.mark.interpreter
 @pytest.mark.parametrize("case", pairwise(sample_factors(), count=24), ids=case_id)
 def test_sample(case: dict[str, Any]) -> None:
     checks.check_sample(case, "cpu", num_rows=3)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_a_race_in_parts_has_one_winner(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "_MAX_TILE", 64)
+    checks.check_parts("cpu", vocab_size=333, parts=parts)
 
 
 @pytest.mark.parametrize("filters", checks.FILTERS, ids=str)

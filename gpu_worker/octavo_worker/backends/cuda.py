@@ -52,7 +52,7 @@ class CudaBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return rope_and_cache.rope_and_cache(
             *(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache),
-            kv_scales=_kernels_scales(kv_scales),
+            kv_scales=kernels_scales(kv_scales),
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class CudaBackend:
             options.scale,
             window=options.window,
             soft_cap=options.soft_cap,
-            kv_scales=_kernels_scales(options.kv_scales),
+            kv_scales=kernels_scales(options.kv_scales),
             work=self._prefill_work_list(inputs, q, k_cache.shape[1]),
         )
 
@@ -117,7 +117,7 @@ class CudaBackend:
             options.scale,
             window=options.window,
             soft_cap=options.soft_cap,
-            kv_scales=_kernels_scales(options.kv_scales),
+            kv_scales=kernels_scales(options.kv_scales),
             work=self._work_list(inputs, k_cache.shape[1], options.window),
         )
 
@@ -164,5 +164,5 @@ class CudaBackend:
             self._work, self._prefill_work = {}, None
 
 
-def _kernels_scales(scales: KvScales | None) -> paged_kv.KvScales | None:
+def kernels_scales(scales: KvScales | None) -> paged_kv.KvScales | None:
     return None if scales is None else paged_kv.KvScales(*scales)

@@ -177,6 +177,11 @@ class Model:
             slots[HEAD_NAME] = vocab_slot(self.lm_head)
         return slots
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether this is one rank's part."""
+        return self._vocab is not None
+
     def finish(self) -> None:
         """All slots are filled: let the weights be brought into their final form."""
         for layer in self.layers:

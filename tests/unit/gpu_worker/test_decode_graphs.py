@@ -35,7 +35,9 @@ def test_sizes_rise_to_the_most_rows(most: int) -> None:
     assert all(after <= 2 * before for before, after in pairwise(sizes))
 
 
-def make_runner(folder: Path, num_rows: int, *, captured: bool, poison: float) -> Runner:
+def make_runner(
+    folder: Path, num_rows: int, *, captured: bool, poison: float, fused: bool = False
+) -> Runner:
     backend, device = choose_backend("cuda")
     model = load_model(folder, dtype="float32", device=device, load_format="auto")
     config = model.config
@@ -45,7 +47,14 @@ def make_runner(folder: Path, num_rows: int, *, captured: bool, poison: float) -
         for _ in range(config.num_layers)
     ]
     limits = RowLimits(num_rows, NUM_BLOCKS, BLOCK_SIZE, 256, config.vocab_size)
-    runner = Runner(model, backend, caches, limits, device)
+    decode = None
+    if fused:
+        # Triton, which a machine without a card needn't have.
+        from octavo_worker.backends.fused_decode import FusedDecode
+
+        decode = FusedDecode.of(model, pdl=True)
+        assert decode is not None
+    runner = Runner(model, backend, caches, limits, device, decode=decode)
     if captured:
         # Most steps with chunks of this test's prompts are captured; a few are too long.
         runner.max_graph_tokens = 64
@@ -54,8 +63,14 @@ def make_runner(folder: Path, num_rows: int, *, captured: bool, poison: float) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graphs"])
-def test_any_lawful_schedule_gives_the_lone_answers(tiny_folder: Path, captured: bool) -> None:
+@pytest.mark.parametrize(
+    ("captured", "fused"),
+    [(False, False), (True, False), (True, True)],
+    ids=["eager", "graphs", "fused graphs"],
+)
+def test_any_lawful_schedule_gives_the_lone_answers(
+    tiny_folder: Path, captured: bool, fused: bool
+) -> None:
     lone = make_runner(tiny_folder, 1, captured=False, poison=float("nan"))
 
     @lru_cache
@@ -63,7 +78,9 @@ def test_any_lawful_schedule_gives_the_lone_answers(tiny_folder: Path, captured:
         return generate(lone, PROMPTS[prompt], MOST_TOKENS)
 
     for seed in range(12):
-        runner = make_runner(tiny_folder, NUM_ROWS, captured=captured, poison=float("nan"))
+        runner = make_runner(
+            tiny_folder, NUM_ROWS, captured=captured, fused=fused, poison=float("nan")
+        )
         scheduler = LittleScheduler(Random(seed), runner, answer_to)
         for _ in range(80):
             scheduler.step()

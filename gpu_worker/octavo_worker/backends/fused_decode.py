@@ -1,0 +1,254 @@
+"""Decode steps of plain decoders in six kernels a layer.
+
+What a `decoder.Model` computes as eight to ten operations a layer is, for a few rows, six: the
+products with norms, residuals and the gate folded in (`octavo_kernels.skinny_gemm`), q and k
+normalised, rotated and stored by one kernel, and attention that merges its own parts. Results
+round where the separate operations round. Which tiles a product takes, and where the library's
+product is faster, was measured (`octavo_kernels.skinny_tiles`). Must not know: plans, sampling.
+
+Entry points: `FusedDecode.of`, `FusedDecode.forward`, `FusedDecode.logits`.
+
+S rows, Hid hidden size, V vocabulary.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo_kernels import step_rows
+from octavo_kernels.gated_mul import silu_mul
+from octavo_kernels.paged_decode import WorkList, decode_work_list, paged_decode
+from octavo_kernels.rms_norm import add_rms_norm, rms_norm
+from octavo_kernels.rope_and_cache import rope_and_store
+from octavo_kernels.sample import sample
+from octavo_kernels.skinny_gemm import Scratch, skinny_gemm, skinny_gemm_add
+from octavo_kernels.skinny_tiles import Config, choose_config
+from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.backends.cuda import kernels_scales
+from octavo_worker.models.config import Activation
+from octavo_worker.models.decoder import Layer, Model
+from octavo_worker.models.linear import DenseLinear, Linear
+from octavo_worker.models.mlp import GatedMlp
+from octavo_worker.rows import RowTensors
+
+
+class _Stream(NamedTuple):
+    """The residual stream between two products, and what the next norm needs of it.
+
+    From a product of few rows it comes as `Sum`: `scaled` and `squares` are known. Otherwise
+    `delta` is still to be added (None: nothing is), and the norm is an operation of its own.
+    """
+
+    residual: Tensor
+    delta: Tensor | None = None
+    scaled: Tensor | None = None
+    squares: Tensor | None = None
+
+
+class FusedDecode:
+    """One model's decode step. `pdl`: let each kernel start before its predecessor has ended."""
+
+    def __init__(self, model: Model, *, pdl: bool) -> None:
+        self._model = model
+        self._pdl = pdl
+        self._eps = model.config.rms_norm_eps
+        self._head = DenseLinear(model.lm_head, None, {})
+        self._scratch = Scratch(model.device)
+        num_tickets = 4096 * model.config.num_kv_heads
+        self._tickets = torch.zeros(num_tickets, dtype=torch.int32, device=model.device)
+
+    @classmethod
+    def of(cls, model: Model, *, pdl: bool) -> Self | None:
+        """None if the model has anything that isn't folded."""
+        config = model.config
+        if (
+            config.dtype == torch.float16  # the residual stream times a norm's weight may overflow
+            or config.offset_norms
+            or config.activation is not Activation.SILU
+            or config.embed_scale is not None
+            or config.final_soft_cap is not None
+            or model.is_shared
+        ):
+            return None
+        for layer in model.layers:
+            is_plain = (
+                isinstance(layer.qkv, DenseLinear)
+                and isinstance(layer.o, DenseLinear)
+                and type(layer.mlp) is GatedMlp
+                and isinstance(layer.mlp.gate_up, DenseLinear)
+                and isinstance(layer.mlp.down, DenseLinear)
+                and layer.o.bias is None
+                and layer.mlp.down.bias is None
+                and layer.after_attention_norm is None
+            )
+            if not is_plain:
+                return None
+        return cls(model, pdl=pdl)
+
+    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> _Stream:
+        """Run a step that only decodes; what `logits` takes."""
+        model = self._model
+        stream = _Stream(F.embedding(inputs.input_ids, model.embed_tokens))
+        # Before everything else, so that attention may read them without waiting.
+        works = {
+            window: decode_work_list(
+                inputs.decode_context_lens, model.config.num_kv_heads, window=window
+            )
+            for window in {layer.options.window for layer in model.layers}
+        }
+        next_norms = [layer.input_norm for layer in model.layers[1:]] + [model.final_norm]
+        layers = zip(model.layers, next_norms, kv_caches, strict=True)
+        for layer, next_norm, (k_cache, v_cache) in layers:
+            mlp = layer.mlp
+            assert isinstance(mlp, GatedMlp)
+            qkv, residual = self._norm_product(stream, layer.input_norm, layer.qkv)
+            mixed = self._attend(layer, qkv, inputs, k_cache, v_cache, works)
+            stream = self._add_product(mixed, layer.o, residual, layer.post_attention_norm)
+            inner, residual = self._norm_product(
+                stream, layer.post_attention_norm, mlp.gate_up, gated=True
+            )
+            stream = self._add_product(inner, mlp.down, residual, next_norm)
+        return stream
+
+    def step(
+        self,
+        rows: Tensor,
+        held: RowTensors,
+        block_size: int,
+        kv_caches: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """The decode step of `rows` (int64 [S]): tokens and events int64 [2, S]."""
+        own = rows_of(held)
+        begun = step_rows.begin(rows, own, block_size)
+        logits = self.logits(self.forward(_inputs_of(begun), kv_caches))
+        tokens = sample(
+            logits,
+            *(begun.temperature, begun.top_p, begun.top_k, begun.min_p),
+            *(begun.seed, begun.draw_positions, begun.sequence_index),
+        )
+        return step_rows.end(rows, tokens, begun.draw_positions, own)
+
+    def logits(self, stream: _Stream) -> Tensor:
+        """In the model's dtype [S, V]."""
+        return self._norm_product(stream, self._model.final_norm, self._head)[0]
+
+    def _attend(
+        self,
+        layer: Layer,
+        qkv: Tensor,
+        inputs: StepInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        works: dict[int | None, WorkList],
+    ) -> Tensor:
+        config, options = self._model.config, layer.options
+        q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=-1)
+        q = q.unflatten(-1, (config.num_heads, config.head_dim))
+        k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = (layer.q_norm, layer.k_norm, self._eps)
+        q = rope_and_store(
+            *(q, k, v, layer.cos_sin, inputs.positions, inputs.slot_mapping, k_cache, v_cache),
+            kernels_scales(options.kv_scales),
+            norms=norms,
+            pdl=self._pdl,
+        )
+        mixed = paged_decode(
+            *(q, k_cache, v_cache, inputs.decode_block_table, inputs.decode_context_lens),
+            options.scale,
+            window=options.window,
+            soft_cap=options.soft_cap,
+            kv_scales=kernels_scales(options.kv_scales),
+            work=works[options.window],
+            tickets=self._tickets,
+            pdl=self._pdl,
+        )
+        return mixed.flatten(1)
+
+    def _norm_product(
+        self, stream: _Stream, norm: Tensor, linear: Linear, *, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """linear(rms_norm(stream)), or silu(gate) * up of it; and the residual stream."""
+        assert isinstance(linear, DenseLinear)
+        residual = stream.residual
+        config = self._config(linear, residual.shape[0], gated=gated)
+        if config is not None and stream.scaled is not None:
+            product = skinny_gemm(
+                *(stream.scaled, linear.weight, self._scratch, config),
+                bias=linear.bias,
+                squares=stream.squares,
+                eps=self._eps,
+                gated=gated,
+                pdl=self._pdl,
+            )
+            return product, residual
+        if stream.delta is not None:
+            hidden, residual = add_rms_norm(stream.delta, residual, norm, self._eps)
+        else:
+            hidden = rms_norm(residual, norm, self._eps)
+        if config is not None:
+            product = skinny_gemm(
+                *(hidden, linear.weight, self._scratch, config), bias=linear.bias, gated=gated
+            )
+            return product, residual
+        product = linear(hidden)
+        return (silu_mul(product) if gated else product), residual
+
+    def _add_product(
+        self, x: Tensor, linear: Linear, residual: Tensor, next_norm: Tensor
+    ) -> _Stream:
+        """residual + linear(x)."""
+        assert isinstance(linear, DenseLinear)
+        config = self._config(linear, x.shape[0], gated=False)
+        if config is None:
+            return _Stream(residual, delta=linear(x))
+        total, scaled, squares = skinny_gemm_add(
+            *(x, linear.weight, self._scratch, config, residual, next_norm), pdl=self._pdl
+        )
+        return _Stream(total, scaled=scaled, squares=squares)
+
+    def _config(self, linear: DenseLinear, num_rows: int, *, gated: bool) -> Config | None:
+        num_n, num_k = linear.weight.shape
+        num_n = num_n // 2 if gated else num_n
+        return choose_config(num_rows, num_n, num_k, linear.weight.dtype, gated=gated)
+
+
+def rows_of(held: RowTensors) -> step_rows.Rows:
+    """The row tensors as the step's kernels take them."""
+    return step_rows.Rows(
+        held.is_live,
+        held.last_token,
+        held.num_tokens,
+        held.block_table,
+        held.temperature,
+        held.top_p,
+        held.top_k,
+        held.min_p,
+        held.seed,
+        held.sequence_index,
+        held.stop_token_ids,
+        held.min_total_tokens,
+        held.max_total_tokens,
+    )
+
+
+def _inputs_of(begun: step_rows.Begun) -> StepInputs:
+    nothing = begun.context_lens[:0]
+    return StepInputs(
+        input_ids=begun.input_ids,
+        positions=begun.positions,
+        slot_mapping=begun.slots,
+        num_prefill_tokens=0,
+        cu_seqlens_q=nothing,
+        prefill_context_lens=nothing,
+        prefill_block_table=nothing.view(0, 0),
+        max_seqlen_q=0,
+        max_context_prefill=0,
+        decode_context_lens=begun.context_lens,
+        decode_block_table=begun.block_table,
+        max_context_decode=begun.block_table.shape[1],
+    )

@@ -1,0 +1,86 @@
+"""What the products of a few rows must fulfil, on whatever device, for given tiles."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.skinny_gemm import (
+    Scratch,
+    skinny_gemm,
+    skinny_gemm_add,
+    skinny_gemm_add_reference,
+    skinny_gemm_reference,
+)
+from octavo_kernels.skinny_tiles import Config
+from tests.kernels.cases import normal, poisoned_outputs
+from tests.kernels.checks import EPS
+
+FACTORS: dict[str, Any] = {
+    "num_rows": (1, 3, 17, 40),
+    "num_n": (64, 80, 192),
+    "num_k": (128, 384),
+    "split_k": (1, 2, 3),
+    "is_gated": (False, True),
+    "has_bias": (False, True),
+    "has_norm": (False, True),
+}
+
+
+def check_skinny_gemm(case: dict[str, Any], config: Config, device: str) -> None:
+    """The tickets end as they began, and rows may be strided."""
+    num_rows, num_n, num_k = case["num_rows"], case["num_n"], case["num_k"]
+    dtype = case["dtype"]
+    height = num_n * (2 if case["is_gated"] else 1)
+    x = normal(num_rows, num_k, dtype=dtype, device=device, seed=60)
+    weight = normal(height, num_k, dtype=dtype, device=device, seed=61) * num_k**-0.5
+    bias = normal(height, dtype=dtype, device=device, seed=62) if case["has_bias"] else None
+    squares = None
+    if case["has_norm"]:
+        # As three tiles of whoever wrote x counted them.
+        squares = x.float().pow(2).unflatten(1, (-1, 64)).sum(-1).T.contiguous() * 4
+    scratch = Scratch(x.device)
+    options = {"bias": bias, "squares": squares, "eps": EPS, "gated": case["is_gated"]}
+    with poisoned_outputs():
+        out = skinny_gemm(x, weight, scratch, config, **options)
+    _assert_rounded(out, skinny_gemm_reference(x, weight, **options), is_gated=case["is_gated"])
+    assert not scratch.tickets.any()
+
+
+def check_skinny_gemm_add(case: dict[str, Any], config: Config, device: str) -> None:
+    num_rows, num_n, num_k = case["num_rows"], case["num_n"], case["num_k"]
+    dtype = case["dtype"]
+    x = normal(num_rows, num_k, dtype=dtype, device=device, seed=63)
+    weight = normal(num_n, num_k, dtype=dtype, device=device, seed=64) * num_k**-0.5
+    residual = normal(num_rows, num_n, dtype=dtype, device=device, seed=65)
+    norm = normal(num_n, dtype=dtype, device=device, seed=66)
+    before = residual.clone()
+    scratch = Scratch(x.device)
+    with poisoned_outputs():
+        done = skinny_gemm_add(x, weight, scratch, config, residual, norm)
+    total, _, _ = skinny_gemm_add_reference(x, weight, residual, norm)
+    # The product's last bit may differ, and the sum rounds once more.
+    _assert_rounded(done.total, total, others=(total - residual).abs().amax())
+    # From the total on nothing but single roundings happens.
+    assert torch.equal(done.scaled, (done.total.float() * norm.float()).to(dtype))
+    squares = done.total.float().pow(2).sum(-1)
+    torch.testing.assert_close(done.squares.sum(0), squares, rtol=1e-4, atol=1e-4)
+    assert torch.equal(residual, before)
+    assert not scratch.tickets.any()
+
+
+# A unit in the last place, relative; of float32 what a sum of some hundred terms keeps.
+_UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2e-6}
+
+
+def _assert_rounded(
+    actual: Tensor, expected: Tensor, *, is_gated: bool = False, others: Tensor | float = 0.0
+) -> None:
+    """Within a unit in the last place of the value, and of `others` that went into it.
+
+    A gate that rounds the other way moves silu(gate) * up by some units.
+    """
+    unit = _UNIT[expected.dtype] * (4 if is_gated else 1)
+    wide, goal = actual.double(), expected.double()
+    bound = unit * (goal.abs() + others) + unit / 4
+    assert bool(((wide - goal).abs() <= bound).all()), float((wide - goal).abs().max())
