@@ -47,7 +47,8 @@ def parse_options(argv: Sequence[str] | None) -> StackOptions:
     parser = argparse.ArgumentParser(
         prog="octavo serve",
         description="Run router, scheduler, workers and an embedded Valkey on this machine.",
-        epilog="--host and --port are the HTTP API's; all other services take free local ports.",
+        epilog="--host and --port are the HTTP API's. All else takes free local ports, and so does "
+        "gRPC here unless --grpc-port is given.",
     )
     add_stack_arguments(parser)
     return stack_options(parser.parse_args(argv))
