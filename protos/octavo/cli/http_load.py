@@ -20,7 +20,10 @@ _READ_BYTES = 1 << 16
 # More than the stream's last two events take.
 _TAIL_BYTES = 1 << 12
 _MAX_ERROR_BYTES = 500
-_FRAME, _DONE = b"data: {", b"data: [DONE]"
+_DATA, _DONE = b"data: ", b"data: [DONE]"
+_ENDS = (b"}\n\n", b"}\r\n\r\n")
+# What the usage comes in: an event without a token, in a read of its own or not.
+_EMPTY = (b'"choices":[]', b'"choices": []')
 
 
 async def run_http(
@@ -77,8 +80,9 @@ async def open_stream(url: str, body: str, api_key: str | None) -> Streaming:
     port = parts.port or (443 if is_https else 80)
     reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_https or None)
     try:
-        writer.write(_head(parts.path, parts.netloc, body, api_key) + body.encode())
+        # Before the write: after it the server may have begun already.
         sent_s = time.perf_counter()
+        writer.write(_head(parts.path, parts.netloc, body, api_key) + body.encode())
         await writer.drain()
         head = await reader.readuntil(b"\r\n\r\n")
         status = head.partition(b"\r\n")[0].decode(errors="replace")
@@ -109,19 +113,17 @@ async def _read_frames(
 ) -> None:
     """Read to the end. A frame is one read: what arrived together was sent together."""
     tail = b""
-    num_told = 0
+    num_told = num_ended = num_empty = 0
     while data := await reader.read(_READ_BYTES):
         now = time.perf_counter()
-        # A mark may be cut in two by the reads.
-        joined = tail[-len(_FRAME) + 1 :] + data
-        num_events = joined.count(_FRAME)
+        num_ended += sum(_count(mark, tail, data) for mark in _ENDS)
+        num_empty += sum(_count(mark, tail, data) for mark in _EMPTY)
         tail = (tail + data)[-_TAIL_BYTES:]
-        usage = _usage(tail) if _DONE in tail else None
-        # The last event carries the usage and no token.
-        if num_events > (1 if usage and b'"usage"' in data else 0):
+        if (num_new := num_ended - num_empty - num_told) > 0:
             timing.frame(now)
-            num_told += num_events
-            on_tokens(num_events)
+            num_told += num_new
+            on_tokens(num_new)
+        usage = _usage(tail) if _DONE in tail else None
         if usage:
             timing.num_output_tokens = usage["completion_tokens"]
             details = usage.get("prompt_tokens_details") or {}
@@ -131,12 +133,17 @@ async def _read_frames(
     on_tokens(timing.num_output_tokens - num_told)
 
 
+def _count(mark: bytes, tail: bytes, data: bytes) -> int:
+    """How often `mark` ends in `data`: the reads may have cut it in two."""
+    return (tail[-len(mark) + 1 :] + data).count(mark)
+
+
 def _usage(tail: bytes) -> dict[str, Any] | None:
     """The usage in the stream's last event."""
     for line in reversed(tail.split(b"\n")):
         line = line.strip()
-        if line.startswith(_FRAME):
-            event = json.loads(line.removeprefix(b"data: "))
+        if line.startswith(_DATA) and line != _DONE:
+            event = json.loads(line.removeprefix(_DATA))
             if "error" in event:
                 raise OctavoError(f"the stream failed: {event['error']}")
             return event.get("usage")

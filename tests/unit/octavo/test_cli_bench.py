@@ -226,13 +226,25 @@ def _load(server: CompletionsServer, count: int, told: Callable[[int], None]) ->
 EVENT = b'data: {"choices": [{"text": "x"}]}\n\n'
 USAGE = (
     b'data: {"choices": [], "usage": {"completion_tokens": 5, '
-    b'"prompt_tokens_details": {"cached_tokens": 2}}}\n\ndata: [DONE]\n\n'
+    b'"prompt_tokens_details": {"cached_tokens": 2}}}\n\n'
 )
+DONE = b"data: [DONE]\n\n"
 
 
-def test_http_load_counts_frames_and_reads_the_usage() -> None:
-    # Three frames: one event, two at once, one cut in the middle of its mark; then the usage.
-    server = CompletionsServer("200 OK", [EVENT, EVENT + EVENT, EVENT[:4], EVENT[4:], USAGE])
+@pytest.mark.parametrize(
+    "usage",
+    [
+        (USAGE + DONE,),
+        (USAGE, DONE),
+        (USAGE[:19], USAGE[19:] + DONE),
+        (USAGE.replace(b'": ', b'":'), DONE),
+    ],
+)
+def test_http_load_counts_frames_and_reads_the_usage(usage: tuple[bytes, ...]) -> None:
+    # Three frames: one event, two at once, one cut in the middle of its mark. The usage is none,
+    # however it arrives.
+    frames = [EVENT, EVENT + EVENT, EVENT[:4], EVENT[4:]]
+    server = CompletionsServer("200 OK", [*frames, *usage])
     told: list[int] = []
     run = _load(server, 3, told.append)
     assert len(server.bodies) == 3
