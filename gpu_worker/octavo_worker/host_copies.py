@@ -14,8 +14,8 @@ import torch
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy of a contiguous array on the device; the array is free again."""
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
+    if device.type == "cpu" or not array.size:
+        return tensor.to(device)
     # The allocator gives the pinned copy's memory to nobody else before the device has read it.
     return tensor.pin_memory().to(device, non_blocking=True)
 
