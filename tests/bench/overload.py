@@ -44,7 +44,8 @@ MAX_WAIT_S = 2.0
 FACTOR = 3.0
 BUDGET = 0.9
 SCHEDULER_FLAGS = ("--max-queue-wait-s", str(MAX_WAIT_S))
-_NUM_CLIENTS = 3 * NUM_ROWS
+# As many wait as run: less than the bound would refuse.
+_NUM_CLIENTS = 2 * NUM_ROWS
 _WARM_UP_S = 2.0
 OpenDoor = Callable[[], Door]
 
