@@ -29,7 +29,7 @@ from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_worker import loading
 from octavo_worker.engine import ENGINE_THREAD
 from octavo_worker.leadership import Leadership, Seat
-from octavo_worker.server import ServedModel, WorkerService
+from octavo_worker.server import WorkerService
 from octavo_worker.step_profile import write_profile
 from octavo_worker.step_trace import StepTrace
 
@@ -105,7 +105,7 @@ class _Process:
             if self._tracer is not None:
                 loaded.engine.trace_steps(StepTrace(self._tracer, loaded.capacity.device))
             loaded.engine.start()
-            service.run(ServedModel(*loaded))
+            service.run(loaded)
             await self._announce(loaded, port)
             await server.set_serving(True)
             await asyncio.wait({signalled, fatal}, return_when=asyncio.FIRST_COMPLETED)

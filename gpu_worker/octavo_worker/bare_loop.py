@@ -18,9 +18,10 @@ from octavo.cli.step_report import StepReport
 from octavo.cli.workloads import BenchRequest
 from octavo.errors import ContextLengthError
 from octavo.metrics import WorkerMetrics
+from octavo.row_event import RowEvent
 from octavo.settings import WorkerSettings
 from octavo_worker.loading import load
-from octavo_worker.plan import I64, Chunk, Plan, RowAdd, RowEvent, Sampling, StepOutcome
+from octavo_worker.plan import I64, Chunk, Plan, RowAdd, Sampling, StepOutcome
 from octavo_worker.step_profile import write_profile
 
 OnTokens = Callable[[int], None]

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from octavo.blocks import HASH_VERSION
+from octavo.capacity import Capacity
 from octavo.errors import ConfigurationError
 from octavo.hub import model_name_of, resolve_model, revision_of
 from octavo.metrics import WorkerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.settings import WorkerSettings
 from octavo_worker.backends import Backend, choose_backend
 from octavo_worker.engine import Engine
@@ -34,7 +36,7 @@ from octavo_worker.late_compiles import LateCompiles
 from octavo_worker.models import Model, ModelConfig, load_any_model
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import DecodeProgram, KVCaches, Runner
-from octavo_worker.spec import Capacity, Spec, kv_scheme_of
+from octavo_worker.spec import kv_scheme_of
 from octavo_worker.step_profile import StepProfile
 from octavo_worker.warm_up import warm_up
 from octavo_worker.weights import Progress
@@ -56,7 +58,7 @@ _MAX_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 class Loaded(NamedTuple):
     """A model ready to run; the engine is not started yet."""
 
-    spec: Spec
+    spec: ModelSpec
     capacity: Capacity
     engine: Engine
 
@@ -135,7 +137,7 @@ def load(
         metrics=metrics,
         on_fatal=on_fatal,
     )
-    spec = Spec(
+    spec = ModelSpec(
         name=model_name_of(settings.model),
         revision=revision_of(loaded.folder),
         block_size=size.block_size,

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.row_event import RowEvent
 from octavo_worker.logprobs import LogprobTensors, to_entries
-from octavo_worker.plan import I64, EntryLogprobs, RowEvent, RowFault, StepOutcome
+from octavo_worker.plan import I64, EntryLogprobs, RowFault, StepOutcome
 from octavo_worker.prompt_logprobs import to_prompt_logprobs
 from octavo_worker.prompt_piece import PromptPiece
 from octavo_worker.rows import NOTHING_DRAWN

@@ -5,7 +5,6 @@ tensors.
 """
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -131,15 +130,6 @@ class Plan:
     @property
     def num_chunk_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-
-class RowEvent(IntEnum):
-    """What a drawn token did to its row; values of `RowEvent` in worker.proto."""
-
-    ALIVE = 0
-    STOP = 1
-    LENGTH = 2
-    ERROR = 3
 
 
 @dataclass(frozen=True, slots=True)

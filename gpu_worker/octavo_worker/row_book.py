@@ -17,7 +17,8 @@ from enum import IntEnum, IntFlag
 import numpy as np
 import numpy.typing as npt
 
-from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowEvent, RowFault
+from octavo.row_event import RowEvent
+from octavo_worker.plan import I64, U32, Chunk, Plan, RowAdd, RowFault
 from octavo_worker.prompt_piece import PromptPiece, piece_of
 from octavo_worker.row_limits import RowLimits, problem_of
 from octavo_worker.step_work import RuleEntries, StepWork

@@ -6,10 +6,8 @@ Must not know: row states, tensors. Entry points: `RowLimits`, `problem_of`.
 import math
 from dataclasses import dataclass
 
+from octavo.request_limits import MAX_ALTERNATIVES
 from octavo_worker.plan import I64, RowAdd, Sampling
-
-# The contract's bound on logprobs and prompt_logprobs.
-_MAX_ALTERNATIVES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ def _wrong_parameter(sampling: Sampling, vocab_size: int) -> str | None:
         "presence_penalty": math.isfinite(sampling.presence_penalty),
         "frequency_penalty": math.isfinite(sampling.frequency_penalty),
         "repetition_penalty": 0 < sampling.repetition_penalty < math.inf,
-        "logprobs": max(wanted) <= _MAX_ALTERNATIVES,
+        "logprobs": max(wanted) <= MAX_ALTERNATIVES,
         "logit_bias": len(bias) == len(sampling.logit_bias_ids) and all(map(math.isfinite, bias)),
         "bad_words": all(sampling.bad_words),
         "token ids": all(max(ids, default=0) < vocab_size for ids in id_lists),

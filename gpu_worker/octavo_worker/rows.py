@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.row_event import RowEvent
 from octavo_worker.host_copies import upload
-from octavo_worker.plan import I64, RowAdd, RowEvent
+from octavo_worker.plan import I64, RowAdd
 from octavo_worker.sampling import SamplingTensors
 
 # Event of a row that was dead on the device before the step.

@@ -8,13 +8,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
 from octavo import WIRE_VERSION
+from octavo.capacity import capacity_to_proto
 from octavo.errors import FailedPreconditionError, OctavoError, UnavailableError
+from octavo.model_spec import spec_from_proto, spec_to_proto
 from octavo.serving import abort
 from octavo.streams import END_OF_STREAM
 from octavo.v1 import worker_pb2, worker_pb2_grpc
@@ -22,22 +23,14 @@ from octavo.wire_version import check_wire_version
 from octavo_worker import wire
 from octavo_worker.engine import Engine
 from octavo_worker.leadership import Leadership, Seat
-from octavo_worker.spec import Capacity, Phase, Spec
+from octavo_worker.loading import Loaded
+from octavo_worker.spec import Phase, require_same
 from octavo_worker.step_stream import StepStream
 
 _logger = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What there is to lead once the model is loaded."""
-
-    spec: Spec
-    capacity: Capacity
-    engine: Engine
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -53,7 +46,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.phase = Phase.LOADING
         self._leadership = leadership
         self._on_leader_change = on_leader_change
-        self._served: ServedModel | None = None
+        self._served: Loaded | None = None
         # Set when the epoch is over; each epoch has its own.
         self._superseded = asyncio.Event()
         self._stream: StepStream | None = None
@@ -62,7 +55,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """The weights are loaded, kernels compile. May be called from any thread."""
         self.phase = Phase.COMPILING
 
-    def run(self, served: ServedModel) -> None:
+    def run(self, served: Loaded) -> None:
         """The model is loaded: leaders may attach."""
         self._served = served
         self.phase = Phase.RUNNING
@@ -90,8 +83,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             worker_id=self.worker_id,
             boot_id=leadership.boot_id,
             phase=int(self.phase),  # type: ignore[arg-type]
-            model=wire.spec_to_proto(served.spec) if served else None,
-            capacity=wire.capacity_to_proto(served.capacity) if served else None,
+            model=spec_to_proto(served.spec) if served else None,
+            capacity=capacity_to_proto(served.capacity) if served else None,
             epoch=leadership.epoch,
             leader_id=leadership.leader_id,
         )
@@ -109,20 +102,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         attached = worker_pb2.WorkerAttached(
             boot_id=self._leadership.boot_id,
             epoch=epoch,
-            model=wire.spec_to_proto(served.spec),
-            capacity=wire.capacity_to_proto(served.capacity),
+            model=spec_to_proto(served.spec),
+            capacity=capacity_to_proto(served.capacity),
             worker_id=self.worker_id,
         )
         yield worker_pb2.WorkerAttachResponse(attached=attached)
         for message in wire.inventory_to_proto(inventory):
             yield message
 
-    def _check_attach(self, request: worker_pb2.WorkerAttachRequest) -> ServedModel:
+    def _check_attach(self, request: worker_pb2.WorkerAttachRequest) -> Loaded:
         check_wire_version(f"scheduler {request.scheduler_id!r}", request.wire_version)
         if self._served is None or self.phase is not Phase.RUNNING:
             raise UnavailableError(f"worker {self.worker_id!r} is {self.phase.name.lower()}")
         if request.HasField("required_model"):
-            self._served.spec.require(wire.spec_from_proto(request.required_model))
+            require_same(self._served.spec, spec_from_proto(request.required_model))
         return self._served
 
     def _take_seat(self, request: worker_pb2.WorkerAttachRequest, engine: Engine) -> int:

@@ -1,14 +1,15 @@
-"""Who a worker is: what it serves, how much it holds, what it is doing.
+"""Who a worker is: what it is doing, how its KV is named, whether it serves what a cell does.
 
-Must not know: protobuf, tensors on devices.
+Must not know: protobuf, tensors on devices. Entry points: `Phase`, `require_same`, `kv_scheme_of`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import IntEnum
 
 import torch
 
 from octavo.errors import FailedPreconditionError
+from octavo.model_spec import ModelSpec
 
 
 class Phase(IntEnum):
@@ -21,40 +22,15 @@ class Phase(IntEnum):
     DRAINING = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What a worker serves; see `ModelSpec` in common.proto."""
-
-    name: str
-    revision: str
-    block_size: int
-    kv_scheme: str
-    hash_version: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-    def require(self, other: "Spec") -> None:
-        """Raise FailedPreconditionError naming the first field in which `other` differs."""
-        for item in fields(self):
-            mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            if mine != theirs:
-                raise FailedPreconditionError(
-                    f"this worker's {item.name} is {mine!r}, the cell's is {theirs!r}; "
-                    "workers of one cell must serve the same model in the same way"
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How much a worker holds; see `WorkerCapacity` in worker.proto."""
-
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    backend: str
-    device: str
-    kv_bytes_per_token: int
+def require_same(own: ModelSpec, required: ModelSpec) -> None:
+    """Raise FailedPreconditionError naming the first field in which `required` differs."""
+    for item in fields(own):
+        mine, theirs = getattr(own, item.name), getattr(required, item.name)
+        if mine != theirs:
+            raise FailedPreconditionError(
+                f"this worker's {item.name} is {mine!r}, the cell's is {theirs!r}; "
+                "workers of one cell must serve the same model in the same way"
+            )
 
 
 _KV_SCHEMES = {

@@ -22,7 +22,6 @@ from octavo_worker.plan import (
     Sampling,
     StepOutcome,
 )
-from octavo_worker.spec import Capacity, Spec
 
 # Far below the message limit: 20 bytes a block.
 _INVENTORY_CHUNK_BLOCKS = 50_000
@@ -175,43 +174,3 @@ def _prompt_logprobs(item: PromptLogprobs) -> worker_pb2.PromptLogprobs:
             top_logprobs=top_values[index].tobytes(),
         )
     return message
-
-
-def spec_from_proto(message: common_pb2.ModelSpec) -> Spec:
-    """The spec of a message."""
-    return Spec(
-        name=message.name,
-        revision=message.revision,
-        block_size=message.block_size,
-        kv_scheme=message.kv_scheme,
-        hash_version=message.hash_version,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-    )
-
-
-def spec_to_proto(spec: Spec) -> common_pb2.ModelSpec:
-    """The message of a spec."""
-    return common_pb2.ModelSpec(
-        name=spec.name,
-        revision=spec.revision,
-        block_size=spec.block_size,
-        kv_scheme=spec.kv_scheme,
-        hash_version=spec.hash_version,
-        max_model_len=spec.max_model_len,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-    )
-
-
-def capacity_to_proto(capacity: Capacity) -> worker_pb2.WorkerCapacity:
-    """The message of a capacity."""
-    return worker_pb2.WorkerCapacity(
-        num_blocks=capacity.num_blocks,
-        max_num_seqs=capacity.max_num_seqs,
-        max_num_batched_tokens=capacity.max_num_batched_tokens,
-        backend=capacity.backend,
-        device=capacity.device,
-        kv_bytes_per_token=capacity.kv_bytes_per_token,
-    )

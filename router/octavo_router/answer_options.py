@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.request_limits import MAX_ALTERNATIVES
 from octavo_router.fields import Fields
-
-MAX_PROMPT_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ def parse_answer_options(raw: Mapping[str, Any]) -> AnswerOptions:
     fields.boolean("spaces_between_special_tokens")
     return AnswerOptions(
         echo=bool(fields.boolean("echo")),
-        prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_PROMPT_LOGPROBS),
+        prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_ALTERNATIVES),
         include_stop=bool(fields.boolean("include_stop_str_in_output")),
         skip_special_tokens=fields.boolean("skip_special_tokens") is not False,
         return_token_ids=bool(fields.boolean("return_token_ids")),

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequestError
+from octavo.request_limits import MAX_ALTERNATIVES
 from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice, usage_body
 from octavo_router.fields import MAX_INT32, Fields
 from octavo_router.generation import Delta, Usage
 from octavo_router.logprobs import chat_logprobs
-from octavo_router.params import MAX_LOGPROBS
 from octavo_router.requests import RequestFields, RequestRules, parse_chat_prompt, parse_fields
 from octavo_router.sse import FrameTemplate, dumps, members
 from octavo_router.unsupported import COMPLETIONS_ONLY, refuse_unsupported
@@ -41,7 +41,7 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
 def _num_logprobs(body: Mapping[str, Any]) -> int | None:
     fields = Fields(body)
     is_wanted = fields.boolean("logprobs")
-    num_top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    num_top = fields.integer("top_logprobs", 0, MAX_ALTERNATIVES)
     if is_wanted:
         return num_top or 0
     if num_top:

@@ -11,11 +11,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from octavo_router.answer_options import MAX_PROMPT_LOGPROBS
+from octavo.request_limits import MAX_ALTERNATIVES, MAX_SEQUENCES
 from octavo_router.fields import MAX_INT32
 from octavo_router.params import (
-    MAX_LOGPROBS,
-    MAX_N,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MAX_TEMPERATURE,
@@ -75,10 +73,10 @@ class _Sampling(_Request):
     )
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
     bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS)
-    n: int | None = Field(None, ge=1, le=MAX_N)
+    n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
     best_of: int | None = Field(None, description="As n, or absent.")
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=MAX_PROMPT_LOGPROBS, description="Not with stream."
+        None, ge=0, le=MAX_ALTERNATIVES, description="Not with stream."
     )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Absent = true.")
@@ -144,7 +142,7 @@ class ChatRequest(_Sampling, _Rendering):
         None, ge=1, le=MAX_INT32, description="Newer name of max_tokens; absent = the rest."
     )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
 
 class CompletionRequest(_Sampling):
@@ -155,7 +153,7 @@ class CompletionRequest(_Sampling):
         None, ge=0, le=MAX_INT32, description="0 only with echo: the prompt is scored."
     )
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
 
 
 class TokenizeRequest(_Request, _Rendering):

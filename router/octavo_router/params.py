@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.request_limits import MAX_ALTERNATIVES, MAX_SEQUENCES
 from octavo_router.fields import MAX_INT32, Fields, refuse
 from octavo_router.generation_defaults import GenerationDefaults
 from octavo_router.token_rules import TokenRules, parse_token_rules
@@ -30,8 +31,6 @@ from octavo_router.token_rules import TokenRules, parse_token_rules
 MAX_TEMPERATURE = 2.0
 GREEDY_TEMPERATURE = 1e-5
 GREEDY_TOP_P = 1e-6
-MAX_N = 128
-MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -88,8 +87,8 @@ def parse_sampling(
         stop=fields.strings("stop", MAX_STOPS, MAX_STOP_CHARS, or_one=True),
         stop_token_ids=fields.token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS, vocab_size),
         ignore_eos=bool(fields.boolean("ignore_eos")),
-        n=fields.integer("n", 1, MAX_N) or 1,
-        logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
+        n=fields.integer("n", 1, MAX_SEQUENCES) or 1,
+        logprobs=fields.integer("logprobs", 0, MAX_ALTERNATIVES),
         rules=parse_token_rules(raw, defaults, vocab_size),
     )
 

@@ -3,30 +3,27 @@
 Must not know: the wire, HTTP. Entry point: `ServedModel`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.blocks import BlockHashRoot, chain
+from octavo.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model of a cell. All fields but the two lengths and the ids enter the block hashes.
+class ServedModel(ModelSpec):
+    """The model of a cell. `max_request_tokens`: what its largest worker's KV pool can hold, in
+    tokens of prompt and answer together; 0 = not known."""
 
-    `max_model_len`: longest prompt and answer together, in tokens. `max_request_tokens`: what
-    the largest worker's KV pool can hold, 0 = not known.
-    """
-
-    name: str
-    revision: str
-    block_size: int
-    kv_scheme: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
     max_request_tokens: int = 0
+
+    @classmethod
+    def of(cls, spec: ModelSpec, max_request_tokens: int = 0) -> "ServedModel":
+        """`spec`, and what its scheduler says besides."""
+        facts = {item.name: getattr(spec, item.name) for item in fields(ModelSpec)}
+        return cls(**facts, max_request_tokens=max_request_tokens)
 
     @property
     def max_total_tokens(self) -> int:

@@ -27,6 +27,7 @@ from octavo.errors import (
     OverloadedError,
     UnavailableError,
 )
+from octavo.model_spec import spec_from_proto
 from octavo.streams import ending
 from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from octavo.wire_version import check_wire_version
@@ -38,7 +39,6 @@ from octavo_router.session_wire import (
     deliver_tokens,
     to_cancel,
     to_error,
-    to_served_model,
     to_submit,
 )
 
@@ -202,7 +202,8 @@ class Session:
     async def _refresh(self) -> None:
         """Workers come and go, and with them the largest request that fits."""
         with contextlib.suppress(grpc.RpcError, UnavailableError):
-            self.model = await _describe(self._stub, self.model)
+            max_request_tokens = await _max_request_tokens(self._stub)
+            self.model = replace(self.model, max_request_tokens=max_request_tokens)
 
     def _receive(self, frame: scheduler_pb2.SchedulerSessionResponse) -> str | None:
         """Take one frame in; the successor's address if it was the last one.
@@ -324,7 +325,7 @@ async def open_session(
             raise UnavailableError(f"scheduler {address} closed the session before its welcome")
         welcome = first.welcome
         _check_versions(address, welcome)
-        model = await _describe(stub, to_served_model(welcome.model))
+        model = ServedModel.of(spec_from_proto(welcome.model), await _max_request_tokens(stub))
     except BaseException as error:
         call.cancel()
         if isinstance(error, asyncio.CancelledError) and not is_own_cancellation():
@@ -340,8 +341,8 @@ def _to_load(load: common_pb2.Load) -> CellLoad:
     return CellLoad(backlog_tokens, load.prefill_tokens_per_s, load.draining, load.num_blocks)
 
 
-async def _describe(stub: scheduler_pb2_grpc.SchedulerStub, model: ServedModel) -> ServedModel:
-    """`model` with what only Describe says. Raises grpc.RpcError, UnavailableError."""
+async def _max_request_tokens(stub: scheduler_pb2_grpc.SchedulerStub) -> int:
+    """What only Describe says of the model. Raises grpc.RpcError, UnavailableError."""
     request = scheduler_pb2.SchedulerDescribeRequest()
     try:
         described = await stub.Describe(request, timeout=PING_S)
@@ -349,7 +350,7 @@ async def _describe(stub: scheduler_pb2_grpc.SchedulerStub, model: ServedModel) 
         if is_own_cancellation():
             raise
         raise UnavailableError("the scheduler cancelled Describe") from None
-    return replace(model, max_request_tokens=described.max_request_tokens)
+    return described.max_request_tokens
 
 
 def _check_versions(address: str, welcome: scheduler_pb2.SessionWelcome) -> None:

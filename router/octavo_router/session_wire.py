@@ -2,7 +2,7 @@
 
 The only file of the router that knows scheduler.proto's fields besides `session`. Columns are
 little-endian and packed. Must not know: HTTP, text. Entry points: `to_submit`, `to_cancel`,
-`to_served_model`, `deliver_tokens`, `deliver_prompt_logprobs`.
+`deliver_tokens`, `deliver_prompt_logprobs`.
 """
 
 import struct
@@ -111,19 +111,6 @@ def to_cancel(
     if index is not None:
         cancel.sequence_index = index
     return cancel
-
-
-def to_served_model(spec: common_pb2.ModelSpec, max_request_tokens: int = 0) -> ServedModel:
-    return ServedModel(
-        name=spec.name,
-        revision=spec.revision,
-        block_size=spec.block_size,
-        kv_scheme=spec.kv_scheme,
-        max_model_len=spec.max_model_len,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=tuple(spec.eos_token_ids),
-        max_request_tokens=max_request_tokens,
-    )
 
 
 def to_error(error: common_pb2.Error) -> OctavoError:

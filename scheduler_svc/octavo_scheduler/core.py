@@ -17,6 +17,7 @@ from time import perf_counter
 
 from octavo.errors import OctavoError, UnavailableError
 from octavo.metrics import SchedulerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings
 from octavo_scheduler import admission, composer, recovery, results
 from octavo_scheduler.accounts import Accounts
@@ -27,7 +28,7 @@ from octavo_scheduler.growth import OutputLengths
 from octavo_scheduler.members import Member, Members, PlanSink
 from octavo_scheduler.outbox import Outbox
 from octavo_scheduler.placement import Placement
-from octavo_scheduler.plan import ModelSpec, Plan, StepOutcome
+from octavo_scheduler.plan import Plan, StepOutcome
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.request_book import RequestBook
 from octavo_scheduler.results import Reading

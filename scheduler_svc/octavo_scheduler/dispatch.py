@@ -1,14 +1,14 @@
 """Plans and results as messages: the worker edge of the scheduler.
 
-Must not know: the cell. Entry points: `plan_to_proto`, `outcome_from_proto`, `spec_from_proto`,
-`spec_to_proto`, `capacity_from_proto`, `inventory_from_proto`.
+Must not know: the cell. Entry points: `plan_to_proto`, `outcome_from_proto`,
+`inventory_from_proto`.
 """
 
 import numpy as np
 
 from octavo.blocks import HASH_BYTES
 from octavo.v1 import common_pb2, worker_pb2
-from octavo_scheduler.plan import Capacity, ModelSpec, Plan, PromptPiece, StepOutcome
+from octavo_scheduler.plan import Plan, PromptPiece, StepOutcome
 
 
 def _pack(values: tuple[int, ...]) -> bytes:
@@ -72,36 +72,6 @@ def outcome_from_proto(message: worker_pb2.StepResult) -> StepOutcome:
             for item in message.prompt_logprobs
         ],
     )
-
-
-def spec_from_proto(message: common_pb2.ModelSpec) -> ModelSpec:
-    return ModelSpec(
-        name=message.name,
-        revision=message.revision,
-        block_size=message.block_size,
-        kv_scheme=message.kv_scheme,
-        hash_version=message.hash_version,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-    )
-
-
-def spec_to_proto(spec: ModelSpec) -> common_pb2.ModelSpec:
-    return common_pb2.ModelSpec(
-        name=spec.name,
-        revision=spec.revision,
-        block_size=spec.block_size,
-        kv_scheme=spec.kv_scheme,
-        hash_version=spec.hash_version,
-        max_model_len=spec.max_model_len,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-    )
-
-
-def capacity_from_proto(message: worker_pb2.WorkerCapacity) -> Capacity:
-    return Capacity(message.num_blocks, message.max_num_seqs, message.max_num_batched_tokens)
 
 
 def inventory_from_proto(message: worker_pb2.SealedBlocks) -> tuple[list[int], list[bytes]]:

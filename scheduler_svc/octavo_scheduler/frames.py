@@ -10,16 +10,16 @@ import numpy as np
 
 from octavo.blocks import HASH_BYTES
 from octavo.errors import InvalidRequestError, OctavoError
+from octavo.model_spec import ModelSpec
+from octavo.request_limits import MAX_SEQUENCES
 from octavo.telemetry import Tracer
 from octavo.v1 import common_pb2, scheduler_pb2
 from octavo_scheduler.admission import QueueFullError
 from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
-from octavo_scheduler.plan import ModelSpec
 from octavo_scheduler.sampling import check_sampling, count_ids, needs_history
 from octavo_scheduler.sequence import MAX_PRIORITY, CancelReason, FinishReason, Resume, Submission
 from octavo_scheduler.sequence_trace import follow
 
-_MAX_SEQUENCES = 128
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -66,9 +66,9 @@ def submission_from_proto(
             f"{model.block_size} make {expected}",
             param="block_hashes",
         )
-    if not 1 <= message.num_sequences <= _MAX_SEQUENCES:
+    if not 1 <= message.num_sequences <= MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"num_sequences is {message.num_sequences}, not in 1 .. {_MAX_SEQUENCES}", param="n"
+            f"num_sequences is {message.num_sequences}, not in 1 .. {MAX_SEQUENCES}", param="n"
         )
     sampling = message.sampling
     check_sampling(sampling, model.vocab_size)

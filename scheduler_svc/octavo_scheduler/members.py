@@ -6,9 +6,11 @@ Must not know: the queue, sessions, streams. Entry point: `Members`.
 from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.capacity import Capacity
+from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings
 from octavo_scheduler.batcher import BatchLimits
-from octavo_scheduler.plan import Capacity, ModelSpec, Plan
+from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import is_hung
 from octavo_scheduler.sequence import Sequence
 from octavo_scheduler.worker_state import WorkerState

@@ -1,4 +1,4 @@
-"""What travels between the scheduler's stages: plans, results, capacities. Plain data.
+"""What travels between the scheduler's stages: plans and results. Plain data.
 
 `worker.proto` is the law that these follow; `dispatch.py` turns them into messages and back.
 Must not know: protos, policies.
@@ -13,32 +13,6 @@ import numpy.typing as npt
 
 U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]
-
-# Values of StepOutcome.events (worker.proto's RowEvent).
-EVENT_NONE, EVENT_STOP, EVENT_LENGTH, EVENT_ERROR = 0, 1, 2, 3
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What all workers of a cell agree on (common.proto's ModelSpec)."""
-
-    name: str
-    revision: str
-    block_size: int
-    kv_scheme: str
-    hash_version: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """A worker's size: blocks (the null block included), rows, tokens a step."""
-
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

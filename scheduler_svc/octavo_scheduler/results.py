@@ -14,17 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo_scheduler.plan import (
-    EVENT_ERROR,
-    EVENT_NONE,
-    EVENT_STOP,
-    U32,
-    PromptPiece,
-    StepOutcome,
-)
+from octavo.row_event import RowEvent
+from octavo_scheduler.plan import U32, PromptPiece, StepOutcome
 from octavo_scheduler.sequence import FinishReason, Sequence, State
 from octavo_scheduler.step_cost import NO_CHUNKS
 from octavo_scheduler.worker_state import Leaving, WorkerState
+
+# Whole columns are compared with plain integers: numpy takes several times as long for an enum.
+_ALIVE, _ERROR = int(RowEvent.ALIVE), int(RowEvent.ERROR)
 
 
 class WorkerProtocolError(Exception):
@@ -93,7 +90,7 @@ def read_outcome(worker: WorkerState, outcome: StepOutcome) -> Reading:
         for piece in outcome.prompt_logprobs:
             _read_prompt_piece(worker, piece, reading)
     is_held = table.generation[rows] == outcome.generations
-    is_ordinary = is_held & (outcome.events != EVENT_ERROR)
+    is_ordinary = is_held & (outcome.events != _ERROR)
     if is_ordinary.all():
         ordinary, token_ids = rows, outcome.token_ids
     else:
@@ -103,7 +100,7 @@ def read_outcome(worker: WorkerState, outcome: StepOutcome) -> Reading:
             is_drawn[entry] = _read_odd_entry(worker, outcome, int(entry), reading)
         reading.tokens = select(columns, is_drawn)
     _append_tokens(worker, ordinary, token_ids)
-    for entry in np.flatnonzero(is_ordinary & (outcome.events != EVENT_NONE)):
+    for entry in np.flatnonzero(is_ordinary & (outcome.events != _ALIVE)):
         sequence = table.holders[rows[entry]]
         assert sequence is not None
         worker.release(sequence, is_dead=True)
@@ -215,10 +212,10 @@ def _read_odd_entry(
     if leaving is None or leaving.sequence.state is not State.LEAVING:
         return False
     sequence = leaving.sequence
-    if event != EVENT_NONE:
+    if event != RowEvent.ALIVE:
         del worker.leaving[(row, generation)]
         reading.ended.append(Ended(sequence, _reason(event), message))
-    if event == EVENT_ERROR:
+    if event == RowEvent.ERROR:
         return False
     sequence.num_lost = len(sequence.token_ids)
     sequence.token_ids.append(int(outcome.token_ids[entry]))
@@ -245,9 +242,9 @@ def _resolve_leaving(worker: WorkerState, reading: Reading) -> None:
 
 
 def _reason(event: int) -> FinishReason:
-    if event == EVENT_ERROR:
+    if event == RowEvent.ERROR:
         return FinishReason.ERROR
-    return FinishReason.STOP if event == EVENT_STOP else FinishReason.LENGTH
+    return FinishReason.STOP if event == RowEvent.STOP else FinishReason.LENGTH
 
 
 def select(columns: TokenColumns, mask: npt.NDArray[np.bool_]) -> TokenColumns:

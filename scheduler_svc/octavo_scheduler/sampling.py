@@ -9,12 +9,12 @@ import math
 import numpy as np
 
 from octavo.errors import InvalidRequestError
+from octavo.request_limits import MAX_ALTERNATIVES
 from octavo.v1 import common_pb2
 
 # Bounds of the tables that a worker keeps for a row.
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 256
-_MAX_ALTERNATIVES = 20
 
 
 def check_sampling(params: common_pb2.SamplingParams, vocab_size: int) -> None:
@@ -32,9 +32,9 @@ def check_sampling(params: common_pb2.SamplingParams, vocab_size: int) -> None:
             param="repetition_penalty",
         )
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) > _MAX_ALTERNATIVES:
+        if getattr(params, name) > MAX_ALTERNATIVES:
             raise InvalidRequestError(
-                f"{name} is {getattr(params, name)}; at most {_MAX_ALTERNATIVES}", param=name
+                f"{name} is {getattr(params, name)}; at most {MAX_ALTERNATIVES}", param=name
             )
     _check_bias(params, vocab_size)
     count_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)

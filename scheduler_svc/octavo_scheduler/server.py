@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 
 from octavo import WIRE_VERSION
 from octavo.errors import InvalidRequestError, OctavoError, UnavailableError
+from octavo.model_spec import spec_to_proto
 from octavo.serving import abort
 from octavo.telemetry import Tracer
 from octavo.v1 import scheduler_pb2, scheduler_pb2_grpc
-from octavo_scheduler import dispatch, frames
+from octavo_scheduler import frames
 from octavo_scheduler.core import Cell
 from octavo_scheduler.frames import LoadNumbers
 from octavo_scheduler.live_view import LiveView
@@ -104,7 +105,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         response = scheduler_pb2.SchedulerDescribeResponse(
             wire_version=WIRE_VERSION,
             scheduler_id=self._scheduler_id,
-            model=dispatch.spec_to_proto(cell.model),
+            model=spec_to_proto(cell.model),
             load=frames.load_to_proto(self.load()),
             max_request_tokens=cell.max_request_tokens,
         )

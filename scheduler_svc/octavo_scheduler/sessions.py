@@ -18,11 +18,12 @@ import grpc.aio
 
 from octavo import WIRE_VERSION
 from octavo.errors import FailedPreconditionError, OctavoError, UnavailableError
+from octavo.model_spec import spec_to_proto
 from octavo.streams import END_OF_STREAM, first_of
 from octavo.telemetry import Tracer
 from octavo.v1 import scheduler_pb2
 from octavo.wire_version import check_wire_version
-from octavo_scheduler import dispatch, frames
+from octavo_scheduler import frames
 from octavo_scheduler.core import Cell
 from octavo_scheduler.frames import LoadNumbers
 from octavo_scheduler.outbox import Outbox
@@ -88,7 +89,7 @@ class Session:
             welcome = scheduler_pb2.SessionWelcome(
                 wire_version=WIRE_VERSION,
                 scheduler_id=self._scheduler_id,
-                model=dispatch.spec_to_proto(model),
+                model=spec_to_proto(model),
             )
             response = scheduler_pb2.SchedulerSessionResponse(welcome=welcome)
             response.load.CopyFrom(frames.load_to_proto(self._load()))

@@ -20,7 +20,9 @@ import grpc
 import grpc.aio
 
 from octavo import WIRE_VERSION
+from octavo.capacity import capacity_from_proto
 from octavo.errors import FailedPreconditionError, OctavoError
+from octavo.model_spec import spec_from_proto, spec_to_proto
 from octavo.security import OPEN, Security
 from octavo.serving import error_from_rpc, open_channel
 from octavo.streams import END_OF_STREAM, ending, first_of
@@ -187,7 +189,7 @@ class WorkerLink:
             expected_epoch=described.epoch,
         )
         if model is not None:
-            request.required_model.CopyFrom(dispatch.spec_to_proto(model))
+            request.required_model.CopyFrom(spec_to_proto(model))
         attached: worker_pb2.WorkerAttached | None = None
         inventory: list[tuple[list[int], list[bytes]]] = []
         with ending(stub.Attach(request, timeout=_ATTACH_TIMEOUT_S)) as call:
@@ -210,8 +212,8 @@ class WorkerLink:
             attached.boot_id,
             attached.epoch,
         )
-        capacity = dispatch.capacity_from_proto(attached.capacity)
-        spec = dispatch.spec_from_proto(attached.model)
+        capacity = capacity_from_proto(attached.capacity)
+        spec = spec_from_proto(attached.model)
         state = state_of(self.worker_id, spec, capacity, self._cell.settings)
         for blocks, hashes in inventory:
             state.restore(blocks, hashes)

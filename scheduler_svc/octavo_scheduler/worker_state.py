@@ -21,11 +21,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from octavo.capacity import Capacity
 from octavo_scheduler.batcher import BatchLimits
 from octavo_scheduler.block_pool import BlockPool
 from octavo_scheduler.draft import Draft, Leaving, SentChunk, SentPlan
 from octavo_scheduler.growth import OutputLengths, peak_blocks
-from octavo_scheduler.plan import AddedRow, Capacity, Chunk, Plan
+from octavo_scheduler.plan import AddedRow, Chunk, Plan
 from octavo_scheduler.rows import RowTable
 from octavo_scheduler.sequence import FinishReason, Lost, Sequence, State
 from octavo_scheduler.step_cost import ChunkWork, StepCost

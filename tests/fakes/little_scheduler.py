@@ -10,7 +10,8 @@ from random import Random
 
 import numpy as np
 
-from octavo_worker.plan import Chunk, Plan, RowAdd, RowEvent, Sampling, StepOutcome
+from octavo.row_event import RowEvent
+from octavo_worker.plan import Chunk, Plan, RowAdd, Sampling, StepOutcome
 from octavo_worker.runner import Runner
 from tests.fakes.tiny_paged_model import VOCAB_SIZE
 

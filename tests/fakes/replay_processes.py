@@ -12,8 +12,10 @@ from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry
 
+from octavo.capacity import Capacity
 from octavo.errors import FailedPreconditionError, OctavoError
 from octavo.metrics import SchedulerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings
 from octavo.v1 import scheduler_pb2, worker_pb2
 from octavo_router.flights import Flight
@@ -24,7 +26,7 @@ from octavo_scheduler.core import Cell
 from octavo_scheduler.frames import LoadNumbers
 from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.outbox import Outbox
-from octavo_scheduler.plan import Capacity, ModelSpec, Plan
+from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.results import WorkerProtocolError
 from octavo_worker.leadership import Leadership
@@ -45,7 +47,7 @@ SPEC = ModelSpec(
     vocab_size=SIZE.vocab_size,
     eos_token_ids=(2,),
 )
-SERVED = ServedModel("fake", "r1", SIZE.block_size, "fake", SIZE.max_model_len, SIZE.vocab_size, ())
+SERVED = ServedModel.of(SPEC)
 NO_LOAD = LoadNumbers(0, 0, 0, 0, 0, 0, draining=False, prompt_backlog_tokens=0)
 ResultT = TypeVar("ResultT")
 

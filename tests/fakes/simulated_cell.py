@@ -12,14 +12,16 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from octavo.blocks import BlockHashRoot, chain
+from octavo.capacity import Capacity
 from octavo.metrics import SchedulerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2, worker_pb2
 from octavo_scheduler import dispatch
 from octavo_scheduler.core import Cell
 from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.outbox import FinishedNote, Frame, Outbox, RejectedNote, StartedNote
-from octavo_scheduler.plan import Capacity, ModelSpec, Plan
+from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.sampling import needs_history
 from octavo_scheduler.sequence import Resume, Submission

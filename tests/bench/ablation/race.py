@@ -17,13 +17,15 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from octavo.blocks import BlockHashRoot, chain
+from octavo.capacity import Capacity
 from octavo.cli.measurement import RequestTiming, Run
 from octavo.metrics import SchedulerMetrics, WorkerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings, WorkerSettings
 from octavo.v1 import common_pb2, worker_pb2
 from octavo_scheduler import dispatch
 from octavo_scheduler.outbox import Frame, Outbox
-from octavo_scheduler.plan import Capacity, ModelSpec, Plan
+from octavo_scheduler.plan import Plan
 from octavo_scheduler.sequence import FinishReason, Submission
 from octavo_worker import wire
 from octavo_worker.loading import load
@@ -57,8 +59,8 @@ def load_worker(settings: WorkerSettings) -> BenchWorker:
     return BenchWorker(
         engine.runner,
         engine.max_in_flight,
-        dispatch.spec_from_proto(wire.spec_to_proto(loaded.spec)),
-        dispatch.capacity_from_proto(wire.capacity_to_proto(loaded.capacity)),
+        loaded.spec,
+        loaded.capacity,
         loaded.capacity.backend,
         # On a CPU all work is this thread's: what else the machine does then doesn't count.
         time.process_time if is_cpu else time.perf_counter,

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from octavo.capacity import Capacity
 from octavo.metrics import SchedulerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings
 from octavo_scheduler.block_pool import BlockPool
 from octavo_scheduler.core import Cell
 from octavo_scheduler.members import state_of
 from octavo_scheduler.placement import Placement
-from octavo_scheduler.plan import Capacity, ModelSpec
 from octavo_scheduler.sequence import Sequence as Generation
 from octavo_scheduler.worker_state import WorkerState
 

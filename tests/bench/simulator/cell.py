@@ -8,13 +8,15 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from octavo.bloom import BloomFilter, build_filter
+from octavo.capacity import Capacity
 from octavo.metrics import SchedulerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings
 from octavo_router.cells import Cell as RouterCell
 from octavo_scheduler.core import Cell
 from octavo_scheduler.members import Member, state_of
 from octavo_scheduler.outbox import Frame, Outbox
-from octavo_scheduler.plan import Capacity, ModelSpec, StepOutcome
+from octavo_scheduler.plan import StepOutcome
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.sequence import Submission
 from tests.bench.simulator.device import Cost, Device

@@ -15,7 +15,8 @@ from math import ceil
 
 import numpy as np
 
-from octavo_scheduler.plan import EVENT_LENGTH, EVENT_NONE, AddedRow, Plan, StepOutcome
+from octavo.row_event import RowEvent
+from octavo_scheduler.plan import AddedRow, Plan, StepOutcome
 from tests.bench.simulator.events import Events
 
 _EPSILON_S = 1e-9
@@ -228,7 +229,7 @@ class Device:
             generations.append(row.generation)
             row.num_drawn += 1
             row.known += 1
-            events.append(EVENT_LENGTH if row.known >= row.limit else EVENT_NONE)
+            events.append(RowEvent.LENGTH if row.known >= row.limit else RowEvent.ALIVE)
             if row.known >= row.limit:
                 del self._rows[i]
         step_s = step.num_prefill_tokens / self.cost.prefill_tokens_per_s

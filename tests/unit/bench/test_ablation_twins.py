@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.capacity import Capacity
 from octavo.cli.measurement import RequestTiming
 from octavo.cli.workloads import BenchRequest
 from octavo.settings import SchedulerSettings, WorkerSettings
 from octavo_scheduler.batcher import BatchLimits
-from octavo_scheduler.plan import Capacity
 from octavo_scheduler.sequence import Request, Submission
 from octavo_scheduler.sequence import Sequence as Generation
 from tests.bench.ablation.dialogues import Dialogue, mixed_dialogues, shared_dialogues

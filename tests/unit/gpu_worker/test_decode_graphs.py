@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.row_event import RowEvent
 from octavo_worker.backends import choose_backend
 from octavo_worker.graph_shapes import batch_sizes
 from octavo_worker.models import load_model
-from octavo_worker.plan import Chunk, Plan, RowAdd, RowEvent, Sampling
+from octavo_worker.plan import Chunk, Plan, RowAdd, Sampling
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import Runner
 from tests.fakes.little_scheduler import (

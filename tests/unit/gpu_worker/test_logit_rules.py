@@ -10,10 +10,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from octavo.row_event import RowEvent
 from octavo_worker.backends import choose_backend
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.models import load_model
-from octavo_worker.plan import Chunk, Plan, RowAdd, RowEvent, Sampling, StepOutcome
+from octavo_worker.plan import Chunk, Plan, RowAdd, Sampling, StepOutcome
 from octavo_worker.row_limits import RowLimits
 from octavo_worker.runner import Model, Runner
 from tests.fakes.tiny_paged_model import MAX_MODEL_LEN, VOCAB_SIZE, TinyPagedModel, make_kv_caches

@@ -10,23 +10,25 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from octavo.capacity import Capacity
 from octavo.metrics import WorkerMetrics
+from octavo.model_spec import ModelSpec
 from octavo.serving import GrpcServer
 from octavo.v1 import worker_pb2, worker_pb2_grpc
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.engine import Engine
 from octavo_worker.leadership import Leadership
+from octavo_worker.loading import Loaded
 from octavo_worker.row_book import RowLimits
 from octavo_worker.runner import Runner
-from octavo_worker.server import ServedModel, WorkerService
-from octavo_worker.spec import Capacity, Spec
+from octavo_worker.server import WorkerService
 from tests.fakes.leader_client import LeaderClient, chunk, from_u32, leader_client, row_add, u32
 from tests.fakes.tiny_paged_model import MAX_MODEL_LEN, VOCAB_SIZE, TinyPagedModel, make_kv_caches
 
 torch.set_num_threads(1)
 NUM_BLOCKS, BLOCK_SIZE = 64, 16
 PROMPT = [5, 17, 3, 88, 21, 40, 9, 9, 60, 2, 31, 77, 14, 50, 6, 1, 23, 42, 11]
-SPEC = Spec("tiny", "r1", BLOCK_SIZE, "fp32", 1, MAX_MODEL_LEN, VOCAB_SIZE, (2,))
+SPEC = ModelSpec("tiny", "r1", BLOCK_SIZE, "fp32", 1, MAX_MODEL_LEN, VOCAB_SIZE, (2,))
 
 
 class Worker:
@@ -53,7 +55,7 @@ class Worker:
     def run(self) -> None:
         capacity = Capacity(NUM_BLOCKS, 4, 32, "cpu", "CPU", 256)
         self.engine.start()
-        self.service.run(ServedModel(SPEC, capacity, self.engine))
+        self.service.run(Loaded(SPEC, capacity, self.engine))
 
 
 @contextlib.asynccontextmanager

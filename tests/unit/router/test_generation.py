@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from octavo.blocks import HASH_VERSION
 from octavo.errors import CancelledError, DeadlineError, OctavoError, UnavailableError
 from octavo.metrics import RouterMetrics
 from octavo_router.flights import (
@@ -27,7 +28,7 @@ from octavo_router.requests import Endpoint
 from octavo_router.served_model import ServedModel
 from tests.fakes.byte_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 
-MODEL = ServedModel("m", "r", 16, "fp32", 1000, VOCAB_SIZE, (EOS,))
+MODEL = ServedModel("m", "r", 16, "fp32", HASH_VERSION, 1000, VOCAB_SIZE, (EOS,))
 PROMPT = np.arange(3, dtype=np.uint32)
 
 

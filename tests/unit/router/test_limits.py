@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from octavo.request_limits import MAX_ALTERNATIVES, MAX_SEQUENCES
 from octavo.settings import RouterSettings
 from octavo_router import app, params, pipeline, prompts, requests, service, token_rules
 
@@ -16,7 +17,7 @@ SAID = " ".join((inspect.getdoc(RouterSettings) or "").split())
         ("{:,} messages", [requests.MAX_MESSAGES]),
         ("{:,} prompts", [requests.MAX_PROMPTS]),
         ("{:,} choices (n times prompts)", [pipeline.MAX_CHOICES]),
-        ("n at most {}", [params.MAX_N]),
+        ("n at most {}", [MAX_SEQUENCES]),
         ("{} stop strings of {:,} characters", [params.MAX_STOPS, params.MAX_STOP_CHARS]),
         ("{} stop ids", [params.MAX_STOP_TOKEN_IDS]),
         ("{:,} biased ids", [token_rules.MAX_BIASED_IDS]),
@@ -24,7 +25,7 @@ SAID = " ".join((inspect.getdoc(RouterSettings) or "").split())
             "{} bad words of {} characters",
             [token_rules.MAX_BAD_WORDS, token_rules.MAX_BAD_WORD_CHARS],
         ),
-        ("{} alternatives per token", [params.MAX_LOGPROBS]),
+        ("{} alternatives per token", [MAX_ALTERNATIVES]),
         ("a model's name of {}", [service.MAX_MODEL_NAME_CHARS]),
         ("an Idempotency-Key of {}", [requests.MAX_IDEMPOTENCY_KEY_CHARS]),
         ("an X-Request-Id of {} characters", [requests.MAX_REQUEST_ID_CHARS]),

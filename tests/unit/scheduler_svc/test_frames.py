@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from octavo.errors import InvalidRequestError
+from octavo.model_spec import ModelSpec
 from octavo.v1 import common_pb2, scheduler_pb2
 from octavo_scheduler.frames import LoadNumbers, frame_to_proto, submission_from_proto
 from octavo_scheduler.outbox import Frame, PromptLogprobsNote
-from octavo_scheduler.plan import ModelSpec
 
 MODEL = ModelSpec("m", "r", 16, "fp32", 1, 4096, 1000, (2,))
 

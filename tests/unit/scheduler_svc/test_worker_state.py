@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from octavo.capacity import Capacity
+from octavo.row_event import RowEvent
 from octavo_scheduler.batcher import BatchLimits
-from octavo_scheduler.plan import EVENT_NONE, Capacity, StepOutcome
+from octavo_scheduler.plan import StepOutcome
 from octavo_scheduler.results import WorkerProtocolError, read_outcome
 from octavo_scheduler.sequence import Request, Sequence, State, Submission, make_sequences
 from octavo_scheduler.worker_state import WorkerState
@@ -39,7 +41,7 @@ def sequence(serial: int, length: int = 8, max_tokens: int = 40) -> Sequence:
 def outcome(step: int, plan_id: int, repeat: int, *entries: tuple[int, int, int]) -> StepOutcome:
     """Entries: (row, generation, token)."""
     columns = np.array(entries, np.uint32).reshape(-1, 3)
-    events = np.full(len(entries), EVENT_NONE, np.uint8)
+    events = np.full(len(entries), RowEvent.ALIVE, np.uint8)
     return StepOutcome(step, plan_id, repeat, columns[:, 0], columns[:, 1], columns[:, 2], events)
 
 
