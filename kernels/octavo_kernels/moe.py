@@ -28,6 +28,31 @@ _MAX_SUM_TILE = 1024
 
 
 @triton.jit
+def _load_tile(tiles):
+    """(expert, first place among the pairs, rows) of the program's tile; 0 rows: nothing to do."""
+    tile = tiles + tl.program_id(1) * 3
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+
+
+@triton.jit
+def _load_pairs(pairs, first, num_rows, TILE: tl.constexpr):
+    """(pair, whether there is one) [TILE] of a tile's rows.
+
+    A missing row computes the tile's first pair again, and stores nothing.
+    """
+    row = tl.arange(0, TILE)
+    is_pair = row < num_rows
+    return tl.load(pairs + first + tl.where(is_pair, row, 0)), is_pair
+
+
+@triton.jit
+def _store_pairs(out, value, pair, is_pair, column, is_column, SIZE: tl.constexpr):
+    """Write value [BLOCK, TILE] to the pairs' rows of out [P, SIZE]."""
+    target = out + offset64(pair, SIZE)[:, None] + column[None, :]
+    tl.store(target, tl.trans(value), mask=is_pair[:, None] & is_column[None, :])
+
+
+@triton.jit
 def _gate_up_kernel(
     out,  # [P, I], by pair
     x,
@@ -43,15 +68,10 @@ def _gate_up_kernel(
     BLOCK: tl.constexpr,  # of the outputs
     STEP: tl.constexpr,  # of the inputs
 ):
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile * 3)
-    first = tl.load(tiles + tile * 3 + 1)
-    num_rows = tl.load(tiles + tile * 3 + 2)
+    expert, first, num_rows = _load_tile(tiles)
     if num_rows == 0:
         return
-    row = tl.arange(0, TILE)
-    # A missing row computes the tile's first pair again, and stores nothing.
-    pair = tl.load(pairs + first + tl.where(row < num_rows, row, 0))
+    pair, is_pair = _load_pairs(pairs, first, num_rows, TILE)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < INNER
     step = tl.arange(0, STEP)
@@ -81,9 +101,7 @@ def _gate_up_kernel(
     gate = gate.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype)
     inner = (silu.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
-    target = out + offset64(pair, INNER)[:, None] + column[None, :]
-    mask = (row < num_rows)[:, None] & is_column[None, :]
-    tl.store(target, tl.trans(inner), mask=mask)
+    _store_pairs(out, inner, pair, is_pair, column, is_column, INNER)
 
 
 @triton.jit
@@ -101,14 +119,10 @@ def _down_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile * 3)
-    first = tl.load(tiles + tile * 3 + 1)
-    num_rows = tl.load(tiles + tile * 3 + 2)
+    expert, first, num_rows = _load_tile(tiles)
     if num_rows == 0:
         return
-    row = tl.arange(0, TILE)
-    pair = tl.load(pairs + first + tl.where(row < num_rows, row, 0))
+    pair, is_pair = _load_pairs(pairs, first, num_rows, TILE)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < HIDDEN
     step = tl.arange(0, STEP)
@@ -130,9 +144,7 @@ def _down_kernel(
 
     dtype = out.dtype.element_ty
     scaled = total.to(dtype).to(tl.float32) * tl.load(weights + pair)[None, :]
-    target = out + offset64(pair, HIDDEN)[:, None] + column[None, :]
-    mask = (row < num_rows)[:, None] & is_column[None, :]
-    tl.store(target, tl.trans(scaled.to(dtype)), mask=mask)
+    _store_pairs(out, scaled.to(dtype), pair, is_pair, column, is_column, HIDDEN)
 
 
 @triton.jit

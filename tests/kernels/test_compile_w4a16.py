@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo_kernels.w4a16 import W4Weight, dequantize_launch, gemm_launch, gemv_launch
+from octavo_kernels.w4_dequantize import dequantize_launch
+from octavo_kernels.w4_weight import W4Weight
+from octavo_kernels.w4a16 import gemm_launch, gemv_launch
 from tests.kernels.compiled import MAX_SHARED_BYTES, Resources, compile_launch
 
 SLOW = pytest.mark.slow

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from octavo_kernels.launch import Launch
-from octavo_kernels.w4a16 import (
-    W4Weight,
-    Way,
-    dequantize,
-    dequantize_reference,
-    gemm_launch,
-    gemv_launch,
-    matmul,
-    matmul_reference,
-    pack,
-)
+from octavo_kernels.w4_dequantize import dequantize, dequantize_reference
+from octavo_kernels.w4_weight import W4Weight, pack
+from octavo_kernels.w4a16 import Way, gemm_launch, gemv_launch, matmul, matmul_reference
 from tests.kernels.cases import normal, poisoned_outputs, strided_rows
 
 # Relative to the norm of the result: a rounding of it, and sums in another order.

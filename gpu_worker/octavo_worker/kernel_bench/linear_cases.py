@@ -10,7 +10,9 @@ from dataclasses import replace
 import torch
 
 from octavo_kernels.fp8_gemm import fp8_gemm, new_arrivals, quantize_rows
-from octavo_kernels.w4a16 import W4Weight, Way, dequantize, matmul, pack
+from octavo_kernels.w4_dequantize import dequantize
+from octavo_kernels.w4_weight import W4Weight, pack
+from octavo_kernels.w4a16 import Way, matmul
 from octavo_worker.kernel_bench.case import Call, Case, Measured, num_sets
 from octavo_worker.quant.fp8_cuda import library_product
 

@@ -245,6 +245,7 @@ def _kernels_for(device: torch.device) -> W4Kernels | None:
     if device.type != "cuda":
         return None
     # Only here: a CPU worker never imports triton.
-    from octavo_kernels import w4a16
+    from octavo_kernels.w4_weight import pack
+    from octavo_kernels.w4a16 import matmul
 
-    return w4a16
+    return W4Kernels(pack, matmul)

@@ -11,7 +11,7 @@ T tokens, N outputs, K inputs.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -51,12 +51,12 @@ class PlainPiece:
         return self.weight.nbytes
 
 
-class W4Kernels(Protocol):
-    """What `octavo_kernels.w4a16` does, for whoever may import it."""
+class W4Kernels(NamedTuple):
+    """What `octavo_kernels` does with 4-bit weights, handed in by whoever may import it."""
 
-    def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Any: ...
-
-    def matmul(self, x: Tensor, w: Any) -> Tensor: ...
+    # (codes, scales, zeros, group size) to the weight that `matmul` takes beside x.
+    pack: Callable[[Tensor, Tensor, Tensor, int], Any]
+    matmul: Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ with these in tests/kernels.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from octavo_kernels import w4a16
+from octavo_kernels.w4_weight import check_group_size, pack
+from octavo_kernels.w4a16 import matmul_reference
 from octavo_worker.models import Model, ModelConfig
-from octavo_worker.models.quant_linear import PackedPiece, PlainPiece, QuantLinear
+from octavo_worker.models.quant_linear import PackedPiece, PlainPiece, QuantLinear, W4Kernels
 from octavo_worker.models.quantized import QuantMaker
 from octavo_worker.quant import Codes
 from octavo_worker.quant.arrangement import arrange
@@ -20,7 +20,7 @@ from octavo_worker.weights import SINGLE_NAME, Checkpoint, load_weights
 from tests.unit.gpu_worker.quantized_checkpoints import Recipe, save_quantized
 from tests.unit.gpu_worker.test_quantized_models import assert_equals_twin
 
-KERNELS = SimpleNamespace(pack=w4a16.pack, matmul=w4a16.matmul_reference)
+KERNELS = W4Kernels(pack, matmul_reference)
 
 
 def load_packed(folder: Path) -> Model:
@@ -128,7 +128,7 @@ def test_arranged_codes_mean_the_same_matrix(name: str) -> None:
     assert group_size == size
     assert num_columns <= most
     assert scales.shape == zeros.shape == (5, num_columns // group_size)
-    w4a16.check_group_size(group_size, num_columns)
+    check_group_size(group_size, num_columns)
     wide = [tensor.repeat_interleave(group_size, dim=1) for tensor in (scales, zeros)]
     columns = wide[0] * (values.float() - wide[1].float())
     inputs = torch.arange(num_columns) if order is None else order
