@@ -28,10 +28,10 @@ _MAX_SUM_TILE = 1024
 
 
 @triton.jit
-def _load_tile(tiles):
-    """(expert, first place among the pairs, rows) of the program's tile; 0 rows: nothing to do."""
-    tile = tiles + tl.program_id(1) * 3
-    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+def _load_tile(tiles, tile):
+    """(expert, first place among the pairs, rows) of a tile; 0 rows: nothing to do."""
+    entry = tiles + tile * 3
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _gate_up_kernel(
     BLOCK: tl.constexpr,  # of the outputs
     STEP: tl.constexpr,  # of the inputs
 ):
-    expert, first, num_rows = _load_tile(tiles)
+    expert, first, num_rows = _load_tile(tiles, tl.program_id(1))
     if num_rows == 0:
         return
     pair, is_pair = _load_pairs(pairs, first, num_rows, TILE)
@@ -119,7 +119,7 @@ def _down_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    expert, first, num_rows = _load_tile(tiles)
+    expert, first, num_rows = _load_tile(tiles, tl.program_id(1))
     if num_rows == 0:
         return
     pair, is_pair = _load_pairs(pairs, first, num_rows, TILE)

@@ -9,12 +9,13 @@ from typing import Any
 
 from octavo.errors import InvalidRequestError
 from octavo.request_limits import MAX_ALTERNATIVES
+from octavo_router.answer_frames import AnswerFrames
 from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice, usage_body
 from octavo_router.fields import MAX_INT32, Fields
 from octavo_router.generation import Delta, Usage
 from octavo_router.logprobs import chat_logprobs
 from octavo_router.requests import RequestFields, RequestRules, parse_chat_prompt, parse_fields
-from octavo_router.sse import FrameTemplate, dumps, members
+from octavo_router.sse import FrameTemplate, members
 from octavo_router.unsupported import COMPLETIONS_ONLY, refuse_unsupported
 
 
@@ -51,11 +52,11 @@ def _num_logprobs(body: Mapping[str, Any]) -> int | None:
     return None
 
 
-class ChatFrames:
+class ChatFrames(AnswerFrames):
     """A stream's frames: the role once per choice, then text, then the finish."""
 
     def __init__(self, head: AnswerHead, shape: AnswerShape) -> None:
-        self._template = FrameTemplate(
+        template = FrameTemplate(
             head.fields(),
             before_text='"delta":{"content":',
             after_text="}",
@@ -63,53 +64,21 @@ class ChatFrames:
             num_choices=shape.num_choices,
             has_usage=shape.has_usage,
         )
-        self._shape = shape
-        self._is_plain = shape.is_plain
-        self._is_open = [False] * shape.num_choices
-        # Ids and logprobs whose text is still held back.
-        self._held_ids: list[list[int]] = [[] for _ in range(shape.num_choices)]
-        self._held_logprobs: list[list[dict[str, Any]]] = [[] for _ in range(shape.num_choices)]
+        super().__init__(template, shape)
+        self._held: list[list[dict[str, Any]]] = [[] for _ in range(shape.num_choices)]
 
-    def delta(self, delta: Delta) -> Sequence[bytes]:
-        index = delta.choice
-        frames: list[bytes] = []
-        if not self._is_open[index]:
-            self._is_open[index] = True
-            more = members(self._shape.prompt_members(index))
-            part = '"delta":{"role":"assistant","content":""}'
-            frames.append(self._template.raw(index, part, more))
-        if self._is_plain and delta.finish is None:
-            if delta.text:
-                frames.append(self._template.text(index, delta.text))
-            return frames
-        logprobs, more = self._beside(delta)
-        if delta.text or delta.finish is not None:
-            finish = None if delta.finish is None else delta.finish.value
-            text = delta.text or None
-            frames.append(self._template.chunk(index, text, logprobs, finish, more))
-        return frames
+    def _opening(self, index: int) -> bytes:
+        more = members(self._shape.prompt_members(index))
+        return self._template.raw(index, '"delta":{"role":"assistant","content":""}', more)
 
-    def _beside(self, delta: Delta) -> tuple[str, str]:
-        """Logprobs and other members of the choice; held while there is no frame for them."""
-        shape, index = self._shape, delta.choice
-        is_sent = bool(delta.text) or delta.finish is not None
-        logprobs, more = "null", ""
-        if shape.num_logprobs is not None:
-            held = self._held_logprobs[index]
-            held += chat_logprobs(shape.texts, delta.token_ids, delta.logprobs)
-            if is_sent:
-                self._held_logprobs[index] = []
-                logprobs = dumps({"content": held, "refusal": None})
-        if shape.has_token_ids:
-            held_ids = self._held_ids[index]
-            held_ids += delta.token_ids
-            if is_sent:
-                self._held_ids[index] = []
-                more = members({"token_ids": held_ids})
-        return logprobs, more
+    def _hold_logprobs(self, delta: Delta) -> None:
+        self._held[delta.choice] += chat_logprobs(
+            self._shape.texts, delta.token_ids, delta.logprobs
+        )
 
-    def end(self, usage: Usage) -> Sequence[bytes]:
-        return [self._template.usage(usage_body(usage))] if self._shape.has_usage else []
+    def _take_logprobs(self, index: int) -> dict[str, Any]:
+        content, self._held[index] = self._held[index], []
+        return {"content": content, "refusal": None}
 
 
 def chat_body(

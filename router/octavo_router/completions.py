@@ -7,6 +7,7 @@ Must not know: schedulers, how bytes are sent. Entry points: `parse_completion`,
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo_router.answer_frames import AnswerFrames
 from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice, usage_body
 from octavo_router.generation import Delta, PromptPart, Usage
 from octavo_router.logprobs import CompletionLogprobs
@@ -24,11 +25,11 @@ def parse_completion(body: Mapping[str, Any], rules: RequestRules) -> RequestFie
     return parse_fields(body, parse_prompts(body, rules), rules)
 
 
-class CompletionFrames:
+class CompletionFrames(AnswerFrames):
     """A stream's frames: an echo of the prompt if asked for, text, then the finish."""
 
     def __init__(self, head: AnswerHead, shape: AnswerShape) -> None:
-        self._template = FrameTemplate(
+        template = FrameTemplate(
             head.fields(),
             before_text='"text":',
             after_text="",
@@ -36,61 +37,29 @@ class CompletionFrames:
             num_choices=shape.num_choices,
             has_usage=shape.has_usage,
         )
-        self._shape = shape
-        # Nothing to say but text, to choices whose beginning is said.
-        self._is_plain = shape.is_plain
-        self._is_open = [not (shape.has_echo or shape.has_token_ids)] * shape.num_choices
+        super().__init__(template, shape)
         self._logprobs = [CompletionLogprobs(shape.texts) for _ in range(shape.num_choices)]
-        # Ids and logprobs whose text is still held back.
-        self._held_ids: list[list[int]] = [[] for _ in range(shape.num_choices)]
-        self._held_logprobs: list[Columns] = [{} for _ in range(shape.num_choices)]
+        self._held: list[Columns] = [{} for _ in range(shape.num_choices)]
 
-    def delta(self, delta: Delta) -> Sequence[bytes]:
-        index = delta.choice
-        frames: list[bytes] = []
-        if not self._is_open[index]:
-            self._is_open[index] = True
-            frames.append(self._opening(index))
-        if self._is_plain and delta.finish is None:
-            if delta.text:
-                frames.append(self._template.text(index, delta.text))
-            return frames
-        logprobs, more = self._beside(delta)
-        if delta.text or delta.finish is not None:
-            finish = None if delta.finish is None else delta.finish.value
-            frames.append(self._template.chunk(index, delta.text, logprobs, finish, more))
-        return frames
-
-    def _opening(self, index: int) -> bytes:
+    def _opening(self, index: int) -> bytes | None:
         """The prompt's part of a choice."""
-        text, logprobs = _echo(self._shape, self._shape.prompt_of(index), self._logprobs[index])
-        more = members(self._shape.prompt_members(index))
-        if self._shape.has_token_ids:
+        shape = self._shape
+        if not (shape.has_echo or shape.has_token_ids):
+            return None
+        text, logprobs = _echo(shape, shape.prompt_of(index), self._logprobs[index])
+        more = members(shape.prompt_members(index))
+        if shape.has_token_ids:
             more += members({"token_ids": []})
         said = "null" if logprobs is None else dumps(logprobs)
         return self._template.chunk(index, text, said, more=more)
 
-    def _beside(self, delta: Delta) -> tuple[str, str]:
-        """Logprobs and other members of the choice; held while there is no frame for them."""
-        shape, index = self._shape, delta.choice
-        is_sent = bool(delta.text) or delta.finish is not None
-        logprobs, more = "null", ""
-        if shape.num_logprobs is not None:
-            held = self._held_logprobs[index]
-            _append(held, self._logprobs[index].render(delta.token_ids, delta.logprobs))
-            if is_sent:
-                self._held_logprobs[index] = {}
-                logprobs = dumps(held)
-        if shape.has_token_ids:
-            held_ids = self._held_ids[index]
-            held_ids += delta.token_ids
-            if is_sent:
-                self._held_ids[index] = []
-                more = members({"token_ids": held_ids})
-        return logprobs, more
+    def _hold_logprobs(self, delta: Delta) -> None:
+        rendered = self._logprobs[delta.choice].render(delta.token_ids, delta.logprobs)
+        _append(self._held[delta.choice], rendered)
 
-    def end(self, usage: Usage) -> Sequence[bytes]:
-        return [self._template.usage(usage_body(usage))] if self._shape.has_usage else []
+    def _take_logprobs(self, index: int) -> dict[str, Any]:
+        columns, self._held[index] = self._held[index], {}
+        return columns
 
 
 def _echo(
