@@ -18,7 +18,7 @@ from tests.fakes.fake_device import expected_tokens
 from tests.fakes.fake_worker import FakeWorker
 from tests.fakes.leader_client import leader_client
 from tests.fakes.simulated_cell import prompt_of
-from tests.unit.scheduler_svc.test_service import (
+from tests.unit.scheduler_svc.running_scheduler import (
     Flight,
     TestSession,
     fake_workers,
