@@ -1,8 +1,10 @@
 """Cards that `octavo plan` knows, by the numbers of their makers.
 
-Memory: what the driver reports as the card's total (`nvidia-smi`, ECC on where it is by default).
-Bandwidth and dense bfloat16 arithmetic (no sparsity, float32 sums): NVIDIA's data sheets of each
-card; for GeForce the whitepapers of Ampere GA102 and Ada. Entry point: `find_gpu`.
+Memory: what the driver reports as the card's total (`nvidia-smi`, ECC on where it is by default);
+most of the totals stand together in modal-labs/modal-client's pull request 2797. Bandwidth and
+dense bfloat16 arithmetic (no sparsity, which is half of what data sheets print first; float32
+sums): NVIDIA's data sheets of each card, of the SXM module where nothing else is said; for GeForce
+its whitepapers of Ampere GA102 and of Ada, appendices. Entry point: `find_gpu`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,9 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("B200", 183_359 * _MIB, 8.0e12, 2_250e12),
+    # The data sheet says "up to 8 TB/s"; the driver's 7,680 bits at twice 3,996 MHz are 7.67
+    # (measured for pytorch/ao's pull request 4002).
+    Gpu("B200", 183_359 * _MIB, 7.67e12, 2_250e12),
     Gpu("H200", 143_771 * _MIB, 4.8e12, 989e12),
     Gpu("H100", 81_559 * _MIB, 3.35e12, 989e12),
     Gpu("H100-PCIe", 81_559 * _MIB, 2.0e12, 756e12),
