@@ -27,7 +27,6 @@ Must not know: services, torch. Entry points: `philox4x32`, `uniforms`, `exponen
 import numpy as np
 import numpy.typing as npt
 
-PHILOX_VERSION = 1
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
