@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from opentelemetry.trace import SpanContext
 
+from octavo.cancel_reason import CancelReason
 from octavo.errors import OctavoError
 from octavo.telemetry import Value
 from octavo_router.served_model import PromptHashes, ServedModel
@@ -28,14 +29,6 @@ class Finish(Enum):
 
     STOP = "stop"
     LENGTH = "length"
-
-
-class CancelReason(Enum):
-    """Why the router gives up on a sequence."""
-
-    CLIENT = "client"
-    STOP = "stop"
-    DEADLINE = "deadline"
 
 
 class TokenLogprob(NamedTuple):

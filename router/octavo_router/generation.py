@@ -12,18 +12,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from octavo.cancel_reason import CancelReason
 from octavo.errors import CancelledError, DeadlineError, OctavoError
 from octavo_router.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from octavo_router.detokenizer import Detokenizer
-from octavo_router.flights import (
-    CancelReason,
-    Finish,
-    Flight,
-    Inbox,
-    PromptEcho,
-    SequenceState,
-    TokenLogprob,
-)
+from octavo_router.flights import Finish, Flight, Inbox, PromptEcho, SequenceState, TokenLogprob
 from octavo_router.meter import Charge
 from octavo_router.outcomes import RequestRecord
 from octavo_router.stop_strings import StopStrings

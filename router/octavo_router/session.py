@@ -19,6 +19,7 @@ import grpc.aio
 
 from octavo import WIRE_VERSION
 from octavo.blocks import HASH_VERSION
+from octavo.cancel_reason import CancelReason
 from octavo.errors import (
     CancelledError,
     DeadlineError,
@@ -31,7 +32,7 @@ from octavo.model_spec import spec_from_proto
 from octavo.streams import ending
 from octavo.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from octavo.wire_version import check_wire_version
-from octavo_router.flights import CancelReason, Finish, Flight
+from octavo_router.flights import Finish, Flight
 from octavo_router.fullness import Fullness
 from octavo_router.served_model import ServedModel
 from octavo_router.session_wire import (

@@ -8,18 +8,14 @@ little-endian and packed. Must not know: HTTP, text. Entry points: `to_submit`, 
 import struct
 from collections.abc import Mapping, Sequence
 
+from octavo.cancel_reason import CancelReason
 from octavo.errors import OctavoError, from_grpc_code
 from octavo.telemetry import traceparent_of, tracestate_of
 from octavo.v1 import common_pb2, scheduler_pb2
-from octavo_router.flights import CancelReason, Flight, ResolvedSampling, TokenLogprob
+from octavo_router.flights import Flight, ResolvedSampling, TokenLogprob
 from octavo_router.served_model import ServedModel
 from octavo_router.token_rules import NO_RULES
 
-_CANCEL_REASONS = {
-    CancelReason.CLIENT: scheduler_pb2.CANCEL_REASON_CLIENT,
-    CancelReason.STOP: scheduler_pb2.CANCEL_REASON_STOP,
-    CancelReason.DEADLINE: scheduler_pb2.CANCEL_REASON_DEADLINE,
-}
 MAX_DEADLINE_MS = 2**32 - 1
 
 
@@ -106,7 +102,9 @@ def to_cancel(
     handle: int, index: int | None, reason: CancelReason, num_kept: int
 ) -> scheduler_pb2.Cancel:
     cancel = scheduler_pb2.Cancel(
-        handle=handle, reason=_CANCEL_REASONS[reason], num_kept_tokens=num_kept
+        handle=handle,
+        reason=int(reason),  # type: ignore[arg-type]
+        num_kept_tokens=num_kept,
     )
     if index is not None:
         cancel.sequence_index = index

@@ -15,6 +15,7 @@ Must not know: grpc, protos, Redis. Entry point: `Cell`.
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
+from octavo.cancel_reason import CancelReason
 from octavo.errors import OctavoError, UnavailableError
 from octavo.metrics import SchedulerMetrics
 from octavo.model_spec import ModelSpec
@@ -33,7 +34,7 @@ from octavo_scheduler.recovery import Loss
 from octavo_scheduler.request_book import RequestBook
 from octavo_scheduler.results import Reading
 from octavo_scheduler.sequence import (
-    CancelReason,
+    CANCELLED_AS,
     FinishReason,
     Request,
     Sequence,
@@ -185,7 +186,7 @@ class Cell:
             return
         for sequence in request.sequences:
             if sequence_index in (None, sequence.index):
-                self._stop(sequence, reason.finish)
+                self._stop(sequence, CANCELLED_AS[reason])
         self.on_change()
 
     def next_deadline(self) -> float | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.blocks import HASH_BYTES
+from octavo.cancel_reason import CancelReason
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.model_spec import ModelSpec
 from octavo.request_limits import MAX_SEQUENCES
@@ -17,7 +18,7 @@ from octavo.v1 import common_pb2, scheduler_pb2
 from octavo_scheduler.admission import QueueFullError
 from octavo_scheduler.outbox import FinishedNote, Frame, TokenFrame
 from octavo_scheduler.sampling import check_sampling, count_ids, needs_history
-from octavo_scheduler.sequence import MAX_PRIORITY, CancelReason, FinishReason, Resume, Submission
+from octavo_scheduler.sequence import MAX_PRIORITY, FinishReason, Resume, Submission
 from octavo_scheduler.sequence_trace import follow
 
 _FINISH_REASONS = {
@@ -26,10 +27,6 @@ _FINISH_REASONS = {
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
     FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
-_CANCEL_REASONS = {
-    scheduler_pb2.CANCEL_REASON_STOP: CancelReason.STOP,
-    scheduler_pb2.CANCEL_REASON_DEADLINE: CancelReason.DEADLINE,
 }
 
 
@@ -116,7 +113,11 @@ def _resumes(message: scheduler_pb2.Submit, model: ModelSpec) -> tuple[Resume, .
 
 
 def cancel_reason_from_proto(value: int) -> CancelReason:
-    return _CANCEL_REASONS.get(value, CancelReason.CLIENT)  # type: ignore[call-overload]
+    """CLIENT for what is left open, or is of a later version."""
+    try:
+        return CancelReason(value)
+    except ValueError:
+        return CancelReason.CLIENT
 
 
 def error_to_proto(error: OctavoError) -> common_pb2.Error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from octavo.blocks import block_hash
+from octavo.cancel_reason import CancelReason
 from octavo.metric_kinds import Exemplar
 from octavo_scheduler.sequence_trace import SequenceTrace, SubmissionTrace
 
@@ -51,20 +52,8 @@ class FinishReason(Enum):
     MOVED = "moved"
 
 
-class CancelReason(Enum):
-    """Why a router cancels."""
-
-    CLIENT = auto()
-    STOP = auto()
-    DEADLINE = auto()
-
-    @property
-    def finish(self) -> FinishReason:
-        """What a sequence that is cancelled so ends as."""
-        return _CANCELLED_AS[self]
-
-
-_CANCELLED_AS = {
+# What a sequence that a router cancels ends as.
+CANCELLED_AS = {
     CancelReason.CLIENT: FinishReason.CANCELLED,
     CancelReason.STOP: FinishReason.STOP,
     CancelReason.DEADLINE: FinishReason.DEADLINE,

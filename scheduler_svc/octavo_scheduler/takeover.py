@@ -11,8 +11,9 @@ import asyncio
 import logging
 from dataclasses import dataclass, field, replace
 
+from octavo.cancel_reason import CancelReason
 from octavo_scheduler.core import Cell
-from octavo_scheduler.sequence import CancelReason, Submission
+from octavo_scheduler.sequence import Submission
 from octavo_scheduler.worker_links import WorkerLinks
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from octavo_router.flights import CancelReason
+from octavo.cancel_reason import CancelReason
 from tests.fakes.replay_processes import SIZE, Stream, Worker
 from tests.fakes.replay_world import World
 from tests.fakes.simulated_cell import prompt_of

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.cancel_reason import CancelReason
 from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2
-from octavo_scheduler.sequence import CancelReason
 from tests.e2e.engine_link import EngineDevice, EngineLink
 from tests.fakes.simulated_cell import SESSION, Answer, SimulatedCell
 

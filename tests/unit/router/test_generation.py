@@ -11,17 +11,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from octavo.blocks import HASH_VERSION
+from octavo.cancel_reason import CancelReason
 from octavo.errors import CancelledError, DeadlineError, OctavoError, UnavailableError
 from octavo.metrics import RouterMetrics
-from octavo_router.flights import (
-    CancelReason,
-    Finish,
-    Flight,
-    Inbox,
-    PromptOrder,
-    ResolvedSampling,
-    TokenLogprob,
-)
+from octavo_router.flights import Finish, Flight, Inbox, PromptOrder, ResolvedSampling, TokenLogprob
 from octavo_router.generation import MAX_IDS_PER_TURN, Delta, Generation
 from octavo_router.outcomes import RequestRecord
 from octavo_router.requests import Endpoint

@@ -2,10 +2,11 @@
 
 import pytest
 
+from octavo.cancel_reason import CancelReason
 from octavo.metrics import MISS_REASONS
 from octavo.settings import SchedulerSettings
 from octavo_scheduler.recovery import Loss
-from octavo_scheduler.sequence import CancelReason, Resume
+from octavo_scheduler.sequence import Resume
 from tests.fakes.fake_device import FakeSize, expected_tokens
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of
 

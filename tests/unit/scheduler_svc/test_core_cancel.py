@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from octavo_scheduler.sequence import CancelReason
+from octavo.cancel_reason import CancelReason
 from tests.fakes.fake_device import expected_tokens
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of
 from tests.unit.scheduler_svc.core_cases import crowd, finish_reason, finished, tiny_pool

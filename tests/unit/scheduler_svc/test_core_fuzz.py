@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from octavo.cancel_reason import CancelReason
 from octavo.settings import SchedulerSettings
 from octavo_scheduler.recovery import Loss
-from octavo_scheduler.sequence import CancelReason, Resume
+from octavo_scheduler.sequence import Resume
 from tests.fakes.fake_device import FakeDevice, FakeSize, expected_tokens, salt_of
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of, sampling_of
 

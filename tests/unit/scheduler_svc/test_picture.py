@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octavo.cancel_reason import CancelReason
 from octavo.settings import SchedulerSettings
 from octavo_scheduler import block_map
 from octavo_scheduler.block_map import MAX_BLOCKS, MAX_CELLS, draw_map
@@ -15,7 +16,6 @@ from octavo_scheduler.chronicle import Chronicle
 from octavo_scheduler.live_view import LiveView
 from octavo_scheduler.picture import Seat
 from octavo_scheduler.recovery import Loss
-from octavo_scheduler.sequence import CancelReason
 from tests.fakes.fake_device import FakeSize
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of
 

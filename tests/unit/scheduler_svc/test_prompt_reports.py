@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from octavo.cancel_reason import CancelReason
 from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2, worker_pb2
 from octavo_scheduler.plan import PromptPiece, StepOutcome
 from octavo_scheduler.results import WorkerProtocolError, read_outcome
-from octavo_scheduler.sequence import CancelReason, Resume
+from octavo_scheduler.sequence import Resume
 from tests.fakes.fake_device import FakeDevice, FakeSize, expected_tokens
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of
 

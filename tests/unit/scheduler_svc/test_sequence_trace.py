@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from octavo.cancel_reason import CancelReason
 from octavo.settings import SchedulerSettings
 from octavo.telemetry import FinishedSpan, traceparent_of
 from octavo_scheduler.recovery import Loss
-from octavo_scheduler.sequence import CancelReason
 from octavo_scheduler.sequence_trace import MAX_EVENTS, SequenceTrace, follow
 from tests.fakes.fake_device import FakeSize
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of
