@@ -16,7 +16,8 @@ import grpc
 import grpc.aio
 
 from octavo.errors import ConfigurationError
-from octavo.settings import CommonSettings, RouterSettings, environment_name
+from octavo.setting import environment_name
+from octavo.settings import CommonSettings, RouterSettings
 from octavo.tls import Renewal, TlsFiles
 
 TOKEN_KEY = "octavo-internal-token"

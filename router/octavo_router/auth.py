@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from octavo.errors import AuthenticationError, ConfigurationError
 from octavo.file_stamp import stamp_of
-from octavo.settings import FileSecret
+from octavo.setting import FileSecret
 
 log = logging.getLogger(__name__)
 _SCHEME = "bearer"

@@ -26,7 +26,8 @@ from octavo.metrics import RouterMetrics
 from octavo.registry import open_registry
 from octavo.security import Security, public_security
 from octavo.serving import GrpcServer, announce_ready, wait_for_signal
-from octavo.settings import FileSecret, RouterSettings
+from octavo.setting import FileSecret
+from octavo.settings import RouterSettings
 from octavo.telemetry import open_tracer
 from octavo.tls import TlsFiles, https_context
 from octavo.v1 import inference_pb2, inference_pb2_grpc

@@ -4,7 +4,7 @@ The causal model of transformers runs on the packed tokens of a step, [1, T] wit
 and without any cache or mask of its own; where it attends, it calls our paged attention
 (`transformers.AttentionInterface`). Slower than the native decoder: nothing is fused. This module
 imports transformers, which takes seconds: import it only where a model needs it. No code of the
-folder is ever run. Must not know: rows, sampling, requests. Entry point: `load_fallback`.
+folder is ever run. Must not know: rows, sampling, requests. Entry point: `FallbackModel`.
 
 T tokens, H query heads, K kv heads, D head dim, Hid hidden size, V vocabulary.
 """

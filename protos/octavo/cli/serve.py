@@ -18,14 +18,8 @@ from octavo.cli.console import Console
 from octavo.cli.stack import Endpoints, Stack, StackOptions
 from octavo.errors import ConfigurationError, OctavoError
 from octavo.hub import DEMO_MODEL, resolve_model
-from octavo.settings import (
-    RouterSettings,
-    SchedulerSettings,
-    WorkerSettings,
-    add_arguments,
-    environment_name,
-    load,
-)
+from octavo.setting import environment_name
+from octavo.settings import RouterSettings, SchedulerSettings, WorkerSettings, add_arguments, load
 
 _SERVICES = (RouterSettings, SchedulerSettings, WorkerSettings)
 # Settings that `serve` chooses for its children.

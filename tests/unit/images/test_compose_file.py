@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from octavo.settings import CommonSettings, RouterSettings, WorkerSettings, environment_name
+from octavo.setting import environment_name
+from octavo.settings import CommonSettings, RouterSettings, WorkerSettings
 from tests.programs import find_program
 from tests.unit.images.dockerfiles import (
     FOLDERS,

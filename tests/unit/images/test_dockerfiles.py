@@ -13,13 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from octavo.settings import (
-    RouterSettings,
-    SchedulerSettings,
-    WorkerSettings,
-    environment_name,
-    load,
-)
+from octavo.setting import environment_name
+from octavo.settings import RouterSettings, SchedulerSettings, WorkerSettings, load
 from tests.unit.images.dockerfiles import FOLDERS, REPOSITORY, Dockerfile
 
 SETTINGS: dict[str, type[Any]] = {

@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 
 from octavo.serving import LIVE
-from octavo.settings import (
-    CommonSettings,
-    RouterSettings,
-    SchedulerSettings,
-    WorkerSettings,
-    environment_name,
-    load,
-)
+from octavo.setting import environment_name
+from octavo.settings import CommonSettings, RouterSettings, SchedulerSettings, WorkerSettings, load
 from tests.unit.k8s.rendering import FOLDERS, FULL, Document, Manifests, container_of, render
 
 SETTINGS: dict[str, type[CommonSettings]] = {

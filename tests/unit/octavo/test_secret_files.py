@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigurationError
+from octavo.setting import FileSecret, environment_name
 from octavo.settings import (
-    FileSecret,
     RouterSettings,
     SchedulerSettings,
     WorkerSettings,
     add_arguments,
-    environment_name,
     load,
     to_environment,
     to_flags,

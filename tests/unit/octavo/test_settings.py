@@ -10,13 +10,13 @@ import pytest
 
 from octavo import settings
 from octavo.errors import ConfigurationError
+from octavo.setting import environment_name
 from octavo.settings import (
     CommonSettings,
     RouterSettings,
     SchedulerSettings,
     WorkerSettings,
     add_arguments,
-    environment_name,
     load,
     to_flags,
 )

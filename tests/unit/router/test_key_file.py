@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import AuthenticationError
-from octavo.settings import FileSecret
+from octavo.setting import FileSecret
 from octavo_router.auth import KeyRing, follow_file
 from tests.certificates import replace_file
 from tests.fakes.router_process import byte_scheduler, running_router, until
