@@ -138,24 +138,10 @@ class Pipeline:
         if trace is not None:
             trace.sampling(prepared[0].sampling, num_prompt_tokens)
         inbox = Inbox()
-        flights: list[Flight] = []
-        for item in prepared:
-            order = PromptOrder(
-                request_id=request.request_id,
-                token_ids=item.token_ids,
-                model=model,
-                hashes=item.hashes,
-                hash_salt=salt,
-                sampling=item.sampling,
-                num_sequences=sampling.n,
-                tenant=request.tenant,
-                deadline=deadline,
-                priority=priority,
-                echo=item.echo,
-                trace=trace,
-            )
-            is_quiet = not request.is_stream and not sampling.stop
-            flights.append(Flight(order, inbox, is_quiet=is_quiet))
+        flights = [
+            self._flight(request, item, inbox, model, salt, deadline, priority, trace)
+            for item in prepared
+        ]
         # Every prompt is good: only now anything leaves.
         generation = Generation(
             flights,
@@ -175,6 +161,36 @@ class Pipeline:
             generation.close()
             raise
         return generation
+
+    def _flight(
+        self,
+        request: GenerateRequest,
+        prepared: _Prepared,
+        inbox: Inbox,
+        model: ServedModel,
+        salt: str | None,
+        deadline: float | None,
+        priority: int,
+        trace: RequestTrace | None,
+    ) -> Flight:
+        """One prompt's flight, not yet submitted."""
+        sampling = request.fields.sampling
+        order = PromptOrder(
+            request_id=request.request_id,
+            token_ids=prepared.token_ids,
+            model=model,
+            hashes=prepared.hashes,
+            hash_salt=salt,
+            sampling=prepared.sampling,
+            num_sequences=sampling.n,
+            tenant=request.tenant,
+            deadline=deadline,
+            priority=priority,
+            echo=prepared.echo,
+            trace=trace,
+        )
+        is_quiet = not request.is_stream and not sampling.stop
+        return Flight(order, inbox, is_quiet=is_quiet)
 
     async def tokenize(self, prompt: Prompt) -> npt.NDArray[np.uint32]:
         """The ids that `start` would submit for this prompt."""
