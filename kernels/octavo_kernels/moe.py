@@ -28,9 +28,9 @@ _MAX_SUM_TILE = 1024
 
 
 @triton.jit
-def _load_tile(tiles, tile):
-    """(expert, first place among the pairs, rows) of a tile; 0 rows: nothing to do."""
-    entry = tiles + tile * 3
+def _load_tile(tiles):
+    """(expert, first place among the pairs, rows) of the program's tile; 0 rows: none."""
+    entry = tiles + tl.program_id(1) * 3
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
@@ -68,7 +68,9 @@ def _gate_up_kernel(
     BLOCK: tl.constexpr,  # of the outputs
     STEP: tl.constexpr,  # of the inputs
 ):
-    expert, first, num_rows = _load_tile(tiles, tl.program_id(1))
+    expert, first, num_rows = _load_tile(  # pyright: ignore[reportGeneralTypeIssues] - it returns
+        tiles
+    )
     if num_rows == 0:
         return
     pair, is_pair = _load_pairs(pairs, first, num_rows, TILE)
@@ -119,7 +121,9 @@ def _down_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    expert, first, num_rows = _load_tile(tiles, tl.program_id(1))
+    expert, first, num_rows = _load_tile(  # pyright: ignore[reportGeneralTypeIssues] - as above
+        tiles
+    )
     if num_rows == 0:
         return
     pair, is_pair = _load_pairs(pairs, first, num_rows, TILE)
