@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Grids are sized for the card's multiprocessors; without a card (compile checks, interpreter)
-# for a Hopper's.
+# Grids are sized for the card's multiprocessors, tiles for its generation; without a card (compile
+# checks, interpreter) for a Hopper's.
 _DEFAULT_NUM_SMS = 132
+_DEFAULT_CAPABILITY = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,14 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _DEFAULT_NUM_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def compute_capability(device: torch.device) -> int:
+    """80 for an Ampere, 90 for a Hopper."""
+    if device.type != "cuda":
+        return _DEFAULT_CAPABILITY
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def next_power_of_2(n: int) -> int:

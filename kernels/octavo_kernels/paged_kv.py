@@ -59,6 +59,39 @@ def load_kv(
 
 
 @triton.jit
+def load_whole_blocks(
+    k_cache,  # [N, K, B, D]
+    v_cache,
+    table,  # the row's block ids
+    first,  # position of the tile's first token, a multiple of TILE
+    kv_head,
+    stride_block,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Keys and values of TILE tokens that are all stored: an id is read once a block, not once a
+    token, and addresses are computed from it."""
+    PART: tl.constexpr = min(B, TILE)  # tokens of the tile that lie in one block
+    part = first + tl.arange(0, TILE // PART) * PART
+    start = offset64(tl.load(table + part // B), stride_block) + kv_head * B * D
+    if B > TILE:
+        start += part % B * D
+    dim = tl.arange(0, D_PAD)
+    in_block = (tl.arange(0, PART) * D)[:, None] + dim[None, :]
+    offset = start[:, None, None] + in_block[None, :, :]
+    if D == D_PAD:
+        k = tl.load(k_cache + offset)
+        v = tl.load(v_cache + offset)
+    else:
+        mask = (dim < D)[None, None, :]
+        k = tl.load(k_cache + offset, mask=mask, other=0.0)
+        v = tl.load(v_cache + offset, mask=mask, other=0.0)
+    return tl.reshape(k, (TILE, D_PAD)), tl.reshape(v, (TILE, D_PAD))
+
+
+@triton.jit
 def attend_tile(
     q,  # [ROWS, D_PAD]
     k,  # [TILE, D_PAD]
@@ -67,7 +100,7 @@ def attend_tile(
     row_max,  # [ROWS] float32, in units of log2
     row_sum,
     acc,  # [ROWS, D_PAD] float32
-    scale_log2,
+    scale_log2,  # above 0
     IS_FULL: tl.constexpr,
     SOFT_CAP: tl.constexpr,  # 0 = none
     MAY_START_HIDDEN: tl.constexpr,
@@ -80,19 +113,20 @@ def attend_tile(
     # What is stored in 8 bits is exact in the query's dtype; sums are float32's.
     k, v = k.to(q.dtype), v.to(q.dtype)
     # "ieee": for float32 the default would be TF32; other dtypes don't mind.
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFT_CAP > 0:
         # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite.
-        tanh = 1.0 - 2.0 / (tl.exp2(score * (2.0 / SOFT_CAP)) + 1.0)
-        score = tanh * (SOFT_CAP * _LOG2_E)
+        tanh = 1.0 - 2.0 / (tl.exp2(score * (scale_log2 * (2.0 / SOFT_CAP))) + 1.0)
+        score, scale_log2 = tanh, SOFT_CAP * _LOG2_E
     if not IS_FULL:
         score = tl.where(visible, score, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(score, axis=1))
+    # Scaled after the maximum was taken: scale and difference below are one multiply-add.
+    new_max = tl.maximum(row_max, tl.max(score, axis=1) * scale_log2)
     base = new_max
     if MAY_START_HIDDEN:
         # A row that saw nothing yet: its weights are exp(-inf - 0) = 0, not exp(-inf + inf).
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weight = tl.exp2(score - base[:, None])
+    weight = tl.exp2(score * scale_log2 - base[:, None])
     decay = tl.exp2(row_max - base)
     row_sum = row_sum * decay + tl.sum(weight, axis=1)
     acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")

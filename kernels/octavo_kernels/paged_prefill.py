@@ -16,12 +16,14 @@ card. Its size depends on shapes alone (a CUDA graph can hold it); surplus progr
 behind the last chunk, which pad a captured step, get zeros.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.launch import Launch, next_power_of_2, offset64
+from octavo_kernels.launch import Launch, compute_capability, next_power_of_2, offset64
 from octavo_kernels.paged_kv import (
     LOG2_E,
     KvScales,
@@ -30,10 +32,13 @@ from octavo_kernels.paged_kv import (
     check_cache,
     gather_kv,
     load_kv,
+    load_whole_blocks,
     scale_args,
 )
 
 _MIN_CHUNKS_PAD = 512  # fewer sizes, fewer compilations
+# The diagonal's tiles are not larger than this: of a larger one more would be computed in vain.
+_DIAGONAL_KEYS = 64
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
@@ -85,6 +90,7 @@ def _paged_prefill_kernel(
     D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    DIAGONAL: tl.constexpr,  # keys of a tile that not all rows see all of
     WINDOW: tl.constexpr,  # 0 = none
     SOFT_CAP: tl.constexpr,  # 0 = none
     IS_SCALED: tl.constexpr,
@@ -145,13 +151,20 @@ def _paged_prefill_kernel(
         full_start = 0
         full_end = (history + first + 1) // TILE * TILE
     for tile in range(full_start, full_end, TILE):
-        key = tile + tl.arange(0, TILE)
-        k, v = load_kv(k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, True)
+        if WINDOW > 0:
+            key = tile + tl.arange(0, TILE)
+            k, v = load_kv(
+                k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, True
+            )
+        else:
+            k, v = load_whole_blocks(
+                k_cache, v_cache, table, tile, kv_head, stride_block, B, D, D_PAD, TILE
+            )
         row_max, row_sum, acc = attend_tile(
             query, k, v, True, row_max, row_sum, acc, scale_log2, True, SOFT_CAP, False
         )
-    for tile in range(full_end, end, TILE):
-        key = tile + tl.arange(0, TILE)
+    for tile in range(full_end, end, DIAGONAL):
+        key = tile + tl.arange(0, DIAGONAL)
         k, v = load_kv(k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, False)
         visible = (key[None, :] <= position[:, None]) & (key < end)[None, :]
         if WINDOW > 0:
@@ -166,21 +179,32 @@ def _paged_prefill_kernel(
     tl.store(target, result.to(query.dtype), mask=mask)
 
 
-def _tiles(dtype: torch.dtype, head_dim_padded: int, group_size: int) -> tuple[int, int, int, int]:
-    """(ROWS, TILE, num_warps, num_stages), chosen to keep sm_80 and sm_90 from spilling."""
+class Tiles(NamedTuple):
+    """What a program takes, and how it is compiled."""
+
+    rows: int
+    keys: int  # of a tile that all rows see
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(
+    dtype: torch.dtype, head_dim_padded: int, group_size: int, capability: int
+) -> Tiles:
+    """As much as a card of this generation takes without spilling registers."""
     if dtype == torch.float32:  # no tensor cores: the products live in registers
-        return max(16, next_power_of_2(group_size)), 16, 4, 2
+        return Tiles(max(16, next_power_of_2(group_size)), 16, 4, 2)
     if head_dim_padded > 128:
-        return 64, 32, 8, 2
-    return 128, 32 if head_dim_padded > 64 else 64, 8, 3
+        return Tiles(64, 32, 8, 2)
+    if capability < 90:
+        return Tiles(128, 32 if head_dim_padded > 64 else 64, 8, 3)
+    return Tiles(128, 64, 8, 3)
 
 
-def _tokens_an_item(q: Tensor, num_kv_heads: int) -> int:
-    """Of q [T, H, D]."""
-    group_size = q.shape[1] // num_kv_heads
-    rows = _tiles(q.dtype, next_power_of_2(q.shape[2]), group_size)[0]
-    assert group_size <= rows, (group_size, rows)
-    return rows // group_size
+def _tiles_of(q: Tensor, num_kv_heads: int) -> Tiles:
+    """For q [T, H, D] on its device."""
+    head_dim_padded, group_size = next_power_of_2(q.shape[2]), q.shape[1] // num_kv_heads
+    return choose_tiles(q.dtype, head_dim_padded, group_size, compute_capability(q.device))
 
 
 def prefill_work_list_launch(
@@ -199,13 +223,17 @@ def prefill_work_list_launch(
     )
 
 
-def prefill_work_list(q: Tensor, cu_seqlens_q: Tensor, num_kv_heads: int) -> Tensor:
+def prefill_work_list(
+    q: Tensor, cu_seqlens_q: Tensor, num_kv_heads: int, tiles: Tiles | None = None
+) -> Tensor:
     """How the chunks of q [T, H, D] are cut: int32 [W, 2], (chunk, its first token in the chunk).
 
     The same for every layer of a step. Tokens behind the last chunk are chunk C's, surplus items
-    chunk -1's.
+    chunk -1's. `tiles`: as `paged_prefill_launch`'s.
     """
-    tokens_an_item = _tokens_an_item(q, num_kv_heads)
+    tiles, group_size = tiles or _tiles_of(q, num_kv_heads), q.shape[1] // num_kv_heads
+    assert group_size <= tiles.rows, (group_size, tiles)
+    tokens_an_item = tiles.rows // group_size
     num_tokens, num_chunks = q.shape[0], cu_seqlens_q.shape[0] - 1
     # sum ceil(len / tokens) <= chunks + total / tokens, the tokens behind the last being one more.
     num_items = num_chunks + 1 + num_tokens // tokens_an_item
@@ -228,11 +256,14 @@ def paged_prefill_launch(
     window: int | None = None,
     soft_cap: float | None = None,
     kv_scales: KvScales | None = None,
+    tiles: Tiles | None = None,
 ) -> Launch:
+    """`tiles`: None = what `choose_tiles` says of q's device."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     group_size = q.shape[1] // num_kv_heads
     head_dim_padded = next_power_of_2(head_dim)
-    rows, tile, num_warps, num_stages = _tiles(q.dtype, head_dim_padded, group_size)
+    tiles = tiles or _tiles_of(q, num_kv_heads)
+    assert scale > 0, scale
     return Launch(
         kernel=_paged_prefill_kernel,
         grid=(items.shape[0], num_kv_heads),
@@ -248,14 +279,15 @@ def paged_prefill_launch(
             "D": head_dim,
             "B": block_size,
             "D_PAD": head_dim_padded,
-            "ROWS": rows,
-            "TILE": tile,
+            "ROWS": tiles.rows,
+            "TILE": tiles.keys,
+            "DIAGONAL": min(tiles.keys, _DIAGONAL_KEYS),
             "WINDOW": window or 0,
             "SOFT_CAP": soft_cap or 0.0,
             "IS_SCALED": kv_scales is not None,
         },
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
 
 

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from octavo_kernels.gated_mul import gated_mul_launch
-from octavo_kernels.launch import Launch
+from octavo_kernels.launch import Launch, next_power_of_2
 from octavo_kernels.paged_decode import WorkList, paged_decode_launch, work_list_launch
-from octavo_kernels.paged_prefill import paged_prefill_launch, prefill_work_list_launch
+from octavo_kernels.paged_prefill import (
+    choose_tiles,
+    paged_prefill_launch,
+    prefill_work_list_launch,
+)
 from octavo_kernels.read_probe import read_probe_launch
 from octavo_kernels.rms_norm import rms_norm_launch
 from octavo_kernels.rope_and_cache import rope_and_cache_launch
@@ -70,25 +74,28 @@ def _work() -> WorkList:
 
 
 def _check(launch: Launch, dtype: torch.dtype = torch.float32) -> dict[int, Resources]:
-    resources = {}
-    for capability, max_shared_bytes in MAX_SHARED_BYTES.items():
-        used = compile_launch(launch, capability)
-        assert used.local_bytes == 0
-        assert used.stack_bytes <= MAX_STACK_BYTES.get(dtype, 0), (capability, used.registers)
-        assert used.shared_bytes <= max_shared_bytes, capability
-        resources[capability] = used
-    return resources
+    return {capability: _check_for(launch, dtype, capability) for capability in MAX_SHARED_BYTES}
+
+
+def _check_for(launch: Launch, dtype: torch.dtype, capability: int) -> Resources:
+    used = compile_launch(launch, capability)
+    assert used.local_bytes == 0
+    assert used.stack_bytes <= MAX_STACK_BYTES.get(dtype, 0), (capability, used.registers)
+    assert used.shared_bytes <= MAX_SHARED_BYTES[capability], capability
+    return used
 
 
 def _check_attention(launch: Launch, dtype: torch.dtype, *, hopper: str) -> None:
     """`hopper`: the instruction of sm_90's dots; sm_80 has mma.sync alone."""
-    resources = _check(launch, dtype)
-    for capability, used in resources.items():
-        expected = hopper if capability >= 90 else "mma.sync"
-        other = "mma.sync" if expected != "mma.sync" else "wgmma.mma_async"
-        assert (expected in used.ptx) == (dtype in HALVES), capability
-        assert other not in used.ptx, capability
-        assert "cp.async.cg.shared.global" in used.ptx, capability
+    for capability, used in _check(launch, dtype).items():
+        _check_copies_and_dots(used, dtype, hopper if capability >= 90 else "mma.sync")
+
+
+def _check_copies_and_dots(used: Resources, dtype: torch.dtype, dot: str) -> None:
+    other = "mma.sync" if dot != "mma.sync" else "wgmma.mma_async"
+    assert (dot in used.ptx) == (dtype in HALVES)
+    assert other not in used.ptx
+    assert "cp.async.cg.shared.global" in used.ptx
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
@@ -154,13 +161,18 @@ def test_paged_prefill(case: dict) -> None:
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
     cache = _tensor(100, num_kv_heads, case["block_size"], head_dim, dtype=dtype)
     table = _int32(NUM_TOKENS, MAX_BLOCKS)
-    launch = paged_prefill_launch(
-        *(q, q, cache, cache, table, _int32(NUM_ITEMS, 2)),
-        *(_int32(NUM_TOKENS + 1), _int32(NUM_TOKENS), 0.125),
-        window=case.get("window"),
-        soft_cap=case.get("soft_cap"),
-    )
-    _check_attention(launch, dtype, hopper="wgmma.mma_async")
+    for capability in MAX_SHARED_BYTES:
+        launch = paged_prefill_launch(
+            *(q, q, cache, cache, table, _int32(NUM_ITEMS, 2)),
+            *(_int32(NUM_TOKENS + 1), _int32(NUM_TOKENS), 0.125),
+            window=case.get("window"),
+            soft_cap=case.get("soft_cap"),
+            tiles=choose_tiles(
+                dtype, next_power_of_2(head_dim), num_heads // num_kv_heads, capability
+            ),
+        )
+        dot = "wgmma.mma_async" if capability >= 90 else "mma.sync"
+        _check_copies_and_dots(_check_for(launch, dtype, capability), dtype, dot)
 
 
 @pytest.mark.parametrize("window", [None, 4096])
