@@ -35,6 +35,9 @@ class StepInputs:
     decode_block_table: torch.Tensor  # int32 [S, M]
     max_context_decode: int
 
+    # No chunk has tokens before it. What isn't known to the host is none.
+    is_fresh: bool = False
+
     @property
     def num_decode_rows(self) -> int:
         return self.decode_context_lens.shape[0]

@@ -20,6 +20,7 @@ class StepBounds(NamedTuple):
     max_seqlen_q: int
     max_context_prefill: int
     max_context_decode: int
+    is_fresh: bool = False  # no chunk has tokens before it
 
     @classmethod
     def of(cls, work: StepWork) -> "StepBounds":
@@ -27,6 +28,7 @@ class StepBounds(NamedTuple):
             max((len(chunk.token_ids) for chunk in work.chunks), default=0),
             max((chunk.end for chunk in work.chunks), default=0),
             work.max_context_decode,
+            all(chunk.start == 0 for chunk in work.chunks),
         )
 
 
@@ -59,6 +61,7 @@ def step_inputs(
         decode_context_lens=_decode_context_lens(sent.decode_rows, rows),
         decode_block_table=rows.block_table[sent.decode_rows, :num_columns],
         max_context_decode=bounds.max_context_decode,
+        is_fresh=bounds.is_fresh,
     )
 
 

@@ -91,12 +91,14 @@ class Backend(Protocol):
         v_cache: torch.Tensor,
         inputs: StepInputs,
         options: AttentionOptions,
+        own_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Causal attention of the chunks' queries over their paged context.
 
         q is [num_prefill_tokens, H, D]; so is the result, zeros for tokens behind the last
-        chunk. Chunks may be empty. Their own keys and values are already stored. Keys that no
-        query sees (`options.window`) are never read.
+        chunk. Chunks may be empty. Their own keys and values are already stored; `own_kv` are
+        the same, [num_prefill_tokens, K, D] each, if the caller has them. Keys that no query
+        sees (`options.window`) are never read.
         """
         ...
 

@@ -106,7 +106,9 @@ class CpuBackend:
         v_cache: torch.Tensor,
         inputs: StepInputs,
         options: AttentionOptions,
+        own_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        del own_kv  # The cache has them, too.
         output = torch.zeros_like(q)
         bounds = inputs.cu_seqlens_q.tolist()
         for gather in self._gathers_of(inputs, k_cache, options.window).prefill:

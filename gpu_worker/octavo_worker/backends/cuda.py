@@ -4,6 +4,8 @@ It only maps the step's inputs to the kernels' arguments; shapes, dtypes and num
 kernels' matter. Must not know: plans, models. Entry point: `CudaBackend`.
 """
 
+from enum import Enum, auto
+
 import torch
 
 from octavo_kernels import (
@@ -17,7 +19,22 @@ from octavo_kernels import (
     sample,
 )
 from octavo_worker.attention_inputs import AttentionOptions, KvScales, StepInputs
+from octavo_worker.backends import cudnn_prefill
 from octavo_worker.sampling import SamplingTensors
+
+
+class PrefillWay(Enum):
+    """What attends to prompt chunks; a step or layer that cuDNN doesn't cover is the kernel's."""
+
+    KERNEL = auto()
+    # Of steps in which no chunk has tokens before it: over the step's own keys and values.
+    CUDNN_FRESH = auto()
+    # Of the others, too, over the paged cache.
+    CUDNN_PAGED = auto()
+
+
+# Measured by `python -m tests.bench.prefill_attention`. The others need nvidia-cudnn-frontend.
+PREFILL_WAY = PrefillWay.KERNEL
 
 
 class CudaBackend:
@@ -25,7 +42,10 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, prefill_way: PrefillWay = PREFILL_WAY) -> None:
+        self._prefill_way = prefill_way
+        # Of the thread that computes; made at its first use.
+        self._cudnn: cudnn_prefill.CudnnPrefill | None = None
         self._inputs: StepInputs | None = None
         self._work: dict[int | None, paged_decode.WorkList] = {}
         self._prefill_work: torch.Tensor | None = None
@@ -85,7 +105,14 @@ class CudaBackend:
         v_cache: torch.Tensor,
         inputs: StepInputs,
         options: AttentionOptions,
+        own_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        if self._prefill_way is not PrefillWay.KERNEL:
+            cudnn = self._cudnn_for(q, k_cache, inputs, options)
+            if cudnn is not None and inputs.is_fresh and own_kv is not None:
+                return cudnn.attend_fresh(q, *own_kv, inputs, options)
+            if cudnn is not None and self._prefill_way is PrefillWay.CUDNN_PAGED:
+                return cudnn.attend_paged(q, k_cache, v_cache, inputs, options)
         return paged_prefill.paged_prefill(
             q,
             k_cache,
@@ -99,6 +126,22 @@ class CudaBackend:
             kv_scales=kernels_scales(options.kv_scales),
             work=self._prefill_work_list(inputs, q, k_cache.shape[1]),
         )
+
+    def _cudnn_for(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        inputs: StepInputs,
+        options: AttentionOptions,
+    ) -> cudnn_prefill.CudnnPrefill | None:
+        """None: the kernel has to. It alone gives zeros for what pads a captured step."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if not cudnn_prefill.covers(q, k_cache, inputs, options):
+            return None
+        if self._cudnn is None:
+            self._cudnn = cudnn_prefill.CudnnPrefill()
+        return self._cudnn
 
     def decode_attention(
         self,

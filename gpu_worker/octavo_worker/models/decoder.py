@@ -274,8 +274,9 @@ class Model:
         num_prefill = inputs.num_prefill_tokens
         parts: list[Tensor] = []
         if num_prefill > 0:
-            chunks = q[:num_prefill]
-            parts.append(backend.prefill_attention(chunks, k_cache, v_cache, inputs, layer.options))
+            chunks, own_kv = q[:num_prefill], (k[:num_prefill], v[:num_prefill])
+            arguments = (k_cache, v_cache, inputs, layer.options)
+            parts.append(backend.prefill_attention(chunks, *arguments, own_kv))
         if num_prefill < q.shape[0]:
             rows = q[num_prefill:]
             parts.append(backend.decode_attention(rows, k_cache, v_cache, inputs, layer.options))

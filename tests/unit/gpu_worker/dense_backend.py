@@ -108,7 +108,9 @@ class DenseBackend:
         v_cache: Tensor,
         inputs: StepInputs,
         options: AttentionOptions,
+        own_kv: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
+        del own_kv
         assert q.shape[0] == inputs.num_prefill_tokens
         out = torch.empty_like(q)
         starts = inputs.cu_seqlens_q.tolist()
