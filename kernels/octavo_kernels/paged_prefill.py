@@ -151,7 +151,8 @@ def _paged_prefill_kernel(
         full_start = 0
         full_end = (history + first + 1) // TILE * TILE
     for tile in range(full_start, full_end, TILE):
-        if WINDOW > 0:
+        # A window's tiles start anywhere; float32's products spill over addresses by block.
+        if WINDOW > 0 or query.dtype == tl.float32:
             key = tile + tl.arange(0, TILE)
             k, v = load_kv(
                 k_cache, v_cache, table, key, end, kv_head, stride_block, B, D, D_PAD, True
