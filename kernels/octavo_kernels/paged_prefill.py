@@ -199,7 +199,7 @@ def choose_tiles(
         return Tiles(64, 32, 8, 2)
     if capability < 90:
         return Tiles(128, 32 if head_dim_padded > 64 else 64, 8, 3)
-    return Tiles(128, 64, 8, 3)
+    return Tiles(128, 64, 8, 5)
 
 
 def _tiles_of(q: Tensor, num_kv_heads: int) -> Tiles:
