@@ -200,7 +200,11 @@ class Preset(NamedTuple):
 
 
 # 2.25 keeps gaps below 3 usual ones even where a chunk takes longer than estimated.
-PRESETS = {"latency": Preset(50.0, 2.25), "throughput": Preset(0.0, 0.0)}
+PRESETS = {
+    "latency": Preset(50.0, 2.25),
+    "balanced": Preset(50.0, 0.0),
+    "throughput": Preset(0.0, 0.0),
+}
 
 
 @dataclass(frozen=True)
@@ -246,9 +250,9 @@ class SchedulerSettings(CommonSettings):
     )
     min_chunk_tokens: int = setting(64, "least prefill chunk while anything waits", minimum=1)
     preset: str = setting(
-        "latency",
-        "latency: prompts are computed beside streams in chunks that hardly delay these; "
-        "throughput: in chunks as large as a step",
+        "balanced",
+        "how prompts are computed beside streams. latency: in chunks that hardly delay these; "
+        "balanced: in steps of 50 ms; throughput: in chunks as large as a step",
         choices=tuple(PRESETS),
     )
     itl_target_ms: float = setting(

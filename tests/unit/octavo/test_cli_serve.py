@@ -51,7 +51,7 @@ def test_one_namespace_reaches_every_service(monkeypatch: pytest.MonkeyPatch) ->
         ("--block-size 24", r"OCTAVO_BLOCK_SIZE=24: must be one of 16, 32"),
         ("--workers 0", r"--workers 0: must be at least 1"),
         ("--max-num-seqs many", r"OCTAVO_MAX_NUM_SEQS='many' is no int"),
-        ("--preset fast", r"OCTAVO_PRESET='fast': must be one of latency, throughput"),
+        ("--preset fast", r"OCTAVO_PRESET='fast': must be one of latency, balanced, throughput"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(flags: str, message: str) -> None:
