@@ -158,10 +158,10 @@ def test_deadline() -> None:
         fake = byte_scheduler(interval_s=0.01)
         async with running_router(fake) as router:
             with pytest.raises(grpc.RpcError) as caught:
-                await generate(router, Generate(text="x", max_tokens=1500), timeout=0.15)
+                await generate(router, Generate(text="x", max_tokens=1500), timeout=1.0)
             error: Any = caught.value
             assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert 0 < fake.submits[0].deadline_ms <= 150
+            assert 0 < fake.submits[0].deadline_ms <= 1000
             await until(lambda: router.outcomes() == {("grpc_generate", "deadline"): 1})
             await until(lambda: fake.num_live == 0)
             assert {cancel.reason for cancel in fake.cancels} == {3}
