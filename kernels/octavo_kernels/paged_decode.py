@@ -44,15 +44,17 @@ _MIN_ROWS_PAD = 128  # fewer sizes, fewer compilations
 
 
 class WorkList(NamedTuple):
-    """How the contexts of one step are cut; the same for every layer of one window.
+    """How the contexts of one step are cut; for every layer of one window and K kv heads.
 
     items: int32 [W, 3], (row, start, end) in tokens; row -1 in surplus items, start = end in the
     only item of a dead row.
     item_offsets: int32 [S + 1]: row s owns items item_offsets[s] .. item_offsets[s + 1].
+    tickets: int32 [S, K], zero between launches: how many of a row's items have arrived.
     """
 
     items: Tensor
     item_offsets: Tensor
+    tickets: Tensor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -100,7 +102,7 @@ def _paged_decode_kernel(
     out,  # [S, H, D]
     partial_out,  # [W, H, D] float32, normalised
     partial_lse,  # [W, H] float32, log2 of the sum of exponentials
-    tickets,  # int32 [S, K], zero between launches: how many of a row's items have arrived
+    tickets,  # [S, K]
     q,
     k_cache,
     v_cache,
@@ -257,6 +259,7 @@ def decode_work_list(
     work = WorkList(
         items=torch.empty((num_items, 3), dtype=torch.int32, device=device),
         item_offsets=torch.empty(num_rows + 1, dtype=torch.int32, device=device),
+        tickets=torch.zeros((num_rows, num_kv_heads), dtype=torch.int32, device=device),
     )
     work_list_launch(work, context_lens, window=window, min_chunk=min_chunk).run()
     return work
@@ -283,7 +286,6 @@ def paged_decode_launch(
     out: Tensor,
     partial_out: Tensor,
     partial_lse: Tensor,
-    tickets: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -305,7 +307,7 @@ def paged_decode_launch(
         kernel=_paged_decode_kernel,
         grid=(work.items.shape[0], num_kv_heads),
         args=(
-            *(out, partial_out, partial_lse, tickets, q, k_cache, v_cache),
+            *(out, partial_out, partial_lse, work.tickets, q, k_cache, v_cache),
             *(block_table, work.items, work.item_offsets),
             *(scale * LOG2_E, q.stride(0), k_cache.stride(0), block_table.stride(0)),
             *scale_args(kv_scales, q),
@@ -340,7 +342,6 @@ def paged_decode(
     soft_cap: float | None = None,
     kv_scales: KvScales | None = None,
     work: WorkList | None = None,
-    tickets: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """[S, H, D] in q's dtype; zeros for rows with context 0.
@@ -350,7 +351,6 @@ def paged_decode(
     window: keys that a query sees, itself included; soft_cap: scores become
     soft_cap * tanh(score / soft_cap). kv_scales: of caches in 8 bits. work: from
     `decode_work_list` for the same window, if the caller shares one among the layers of a step.
-    tickets: int32 [>= S * K] of zeros, zero again afterwards; made here if the caller keeps none.
     """
     check_cache(q, k_cache, v_cache, block_table, kv_scales)
     num_rows, num_heads, _ = q.shape
@@ -361,13 +361,12 @@ def paged_decode(
         return out
     if work is None:
         work = decode_work_list(context_lens, k_cache.shape[1], window=window)
+    assert work.tickets.shape == (num_rows, k_cache.shape[1]), (work.tickets.shape, k_cache.shape)
     num_items = work.items.shape[0]
     partial_out = torch.empty((num_items, *q.shape[1:]), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_items, num_heads), dtype=torch.float32, device=q.device)
-    if tickets is None:
-        tickets = torch.zeros(num_rows * k_cache.shape[1], dtype=torch.int32, device=q.device)
     paged_decode_launch(
-        *(out, partial_out, partial_lse, tickets, q, k_cache, v_cache, block_table, work, scale),
+        *(out, partial_out, partial_lse, q, k_cache, v_cache, block_table, work, scale),
         soft_cap=soft_cap,
         kv_scales=kv_scales,
         pdl=pdl,

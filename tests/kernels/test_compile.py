@@ -69,8 +69,9 @@ def _float32(*shape: int) -> Tensor:
     return _tensor(*shape, dtype=torch.float32)
 
 
-def _work() -> WorkList:
-    return WorkList(_int32(NUM_ITEMS, 3), _int32(NUM_TOKENS + 1))
+def _work(num_kv_heads: int = 1) -> WorkList:
+    tickets = _int32(NUM_TOKENS, num_kv_heads)
+    return WorkList(_int32(NUM_ITEMS, 3), _int32(NUM_TOKENS + 1), tickets)
 
 
 def _check(launch: Launch, dtype: torch.dtype = torch.float32) -> dict[int, Resources]:
@@ -144,9 +145,8 @@ def test_paged_decode(case: dict) -> None:
     partial_out = _float32(NUM_ITEMS, num_heads, head_dim)
     partial_lse = _float32(NUM_ITEMS, num_heads)
     table = _int32(NUM_TOKENS, MAX_BLOCKS)
-    tickets = _int32(NUM_TOKENS * num_kv_heads)
     attend = paged_decode_launch(
-        *(q, partial_out, partial_lse, tickets, q, cache, cache, table, _work(), 0.125),
+        *(q, partial_out, partial_lse, q, cache, cache, table, _work(num_kv_heads), 0.125),
         soft_cap=case.get("soft_cap"),
     )
     # 16 or 32 rows are too few for wgmma, which takes 64.

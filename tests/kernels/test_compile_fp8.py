@@ -61,12 +61,10 @@ def test_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     cache = _meta(100, num_kv_heads, 16, head_dim, dtype=E4M3)
     scales = KvScales(_meta(num_kv_heads), _meta(num_kv_heads))
     table, lens = _meta(8, 128, dtype=torch.int32), _meta(8, dtype=torch.int32)
-    work = WorkList(_meta(50, 3, dtype=torch.int32), _meta(9, dtype=torch.int32))
+    tickets = _meta(8, num_kv_heads, dtype=torch.int32)
+    work = WorkList(_meta(50, 3, dtype=torch.int32), _meta(9, dtype=torch.int32), tickets)
     partial = _meta(50, num_heads, head_dim), _meta(50, num_heads)
-    tickets = _meta(8 * num_kv_heads, dtype=torch.int32)
-    attend = paged_decode_launch(
-        q, *partial, tickets, q, cache, cache, table, work, 0.1, kv_scales=scales
-    )
+    attend = paged_decode_launch(q, *partial, q, cache, cache, table, work, 0.1, kv_scales=scales)
     assert "cp.async.cg.shared.global" in _check(attend)
     launch = paged_prefill_launch(
         q, q, cache, cache, table, work.items, lens, lens, 0.1, kv_scales=scales

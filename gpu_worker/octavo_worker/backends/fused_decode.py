@@ -28,7 +28,7 @@ from octavo_kernels.skinny_tiles import Config, choose_config
 from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.backends.cuda import kernels_scales
 from octavo_worker.models.config import Activation
-from octavo_worker.models.decoder import Layer, Model
+from octavo_worker.models.decoder import Layer, Model, split_heads
 from octavo_worker.models.linear import DenseLinear, Linear
 from octavo_worker.models.mlp import GatedMlp
 from octavo_worker.rows import RowTensors
@@ -56,8 +56,6 @@ class FusedDecode:
         self._eps = model.config.rms_norm_eps
         self._head = DenseLinear(model.lm_head, None, {})
         self._scratch = Scratch(model.device)
-        num_tickets = 4096 * model.config.num_kv_heads
-        self._tickets = torch.zeros(num_tickets, dtype=torch.int32, device=model.device)
 
     @classmethod
     def of(cls, model: Model, *, pdl: bool) -> Self | None:
@@ -143,11 +141,8 @@ class FusedDecode:
         v_cache: Tensor,
         works: dict[int | None, WorkList],
     ) -> Tensor:
-        config, options = self._model.config, layer.options
-        q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=-1)
-        q = q.unflatten(-1, (config.num_heads, config.head_dim))
-        k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        options = layer.options
+        q, k, v = split_heads(qkv, self._model.config)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm, self._eps)
@@ -164,7 +159,6 @@ class FusedDecode:
             soft_cap=options.soft_cap,
             kv_scales=kernels_scales(options.kv_scales),
             work=works[options.window],
-            tickets=self._tickets,
             pdl=self._pdl,
         )
         return mixed.flatten(1)

@@ -104,6 +104,16 @@ def _plus_one(stored: Tensor) -> Tensor:
     return 1 + stored.float()
 
 
+def split_heads(qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, D], k and v [T, K, D]: views of one projection's result."""
+    q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=-1)
+    return (
+        q.unflatten(-1, (config.num_heads, config.head_dim)),
+        k.unflatten(-1, (config.num_kv_heads, config.head_dim)),
+        v.unflatten(-1, (config.num_kv_heads, config.head_dim)),
+    )
+
+
 class VocabParts(Protocol):
     """Embedding and head when several ranks share them; see `parallel.sharded.ShardedVocab`."""
 
@@ -260,10 +270,7 @@ class Model:
     ) -> Tensor:
         """[T, Hid] -> [T, Hid]. Q, k, v are views of one matrix: only their rows are dense."""
         config, (k_cache, v_cache) = self.config, kv_cache
-        q, k, v = layer.qkv(hidden).split([config.q_size, config.kv_size, config.kv_size], dim=-1)
-        q = q.unflatten(-1, (config.num_heads, config.head_dim))
-        k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        q, k, v = split_heads(layer.qkv(hidden), config)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = _norm_heads(q, layer.q_norm, config.rms_norm_eps, backend)
             k = _norm_heads(k, layer.k_norm, config.rms_norm_eps, backend)
