@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-# On a card one step runs while the next one waits in its queue.
 # Compute capability 8.9 brought e4m3.
 _FIRST_WITH_FP8 = (8, 9)
 # Capability from which kernels may start before their predecessors have ended.
 _FIRST_WITH_EARLY_STARTS = (9, 0)
+# On a card one step runs while the next one waits in its queue.
 _MAX_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 
 
