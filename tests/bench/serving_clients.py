@@ -9,24 +9,19 @@ Must not know: rates, lengths' origin, statistics. Entry points: `ClosedLoop`, `
 """
 
 import asyncio
-import multiprocessing
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
+from octavo.cli.client_processes import ClientProcesses
 from octavo.cli.event_loop import loop_factory
 from octavo.cli.parent import die_with_parent
 from octavo.cli.serve_client import Outcome, Server, fill
 from octavo.cli.serve_load import Arrival, PromptMaker
 from octavo.cli.serve_run import allow_many_connections
 from tests.bench.serving_windows import Stream
-
-_END_TIMEOUT_S = 5.0
 
 
 class ClosedLoop(NamedTuple):
@@ -48,66 +43,38 @@ class Arrivals(NamedTuple):
 Phase = ClosedLoop | Arrivals
 
 
-class ServingClients:
+class ServingClients(ClientProcesses):
     """Client processes of one server; in a `with` block."""
 
     def __init__(self, num_processes: int) -> None:
-        self._num_processes = num_processes
-        self._processes: list[BaseProcess] = []
-        self._connections: list[Connection] = []
-
-    def __enter__(self) -> Self:
-        context = multiprocessing.get_context("spawn")
-        for number in range(self._num_processes):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, os.getpid()))
-            process.name = f"client-{number}"
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._connections.append(here)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(_END_TIMEOUT_S)
-            process.kill()
+        super().__init__(num_processes, _serve)
 
     async def connect(self, server: Server, prompts: PromptMaker) -> None:
         """Say where requests go; returns when all processes run."""
-        for connection in self._connections:
+        for connection in self.connections:
             connection.send((server, prompts))
         await self._answers()
 
     async def prepare(self, requests: Sequence[Arrival]) -> None:
         """Make the bodies of requests to come, so that nothing has to wait for them."""
-        for number, connection in enumerate(self._connections):
-            connection.send(list(requests[number :: self._num_processes]))
+        for number, connection in enumerate(self.connections):
+            connection.send(list(requests[number :: self.num_processes]))
         await self._answers()
 
     async def run(self, phase: Phase) -> list[Stream]:
         """Run a phase; every stream that wasn't over when it began, as it is at its end."""
-        for number, connection in enumerate(self._connections):
-            requests = phase.requests[number :: self._num_processes]
+        for number, connection in enumerate(self.connections):
+            requests = phase.requests[number :: self.num_processes]
             part = phase._replace(requests=requests)
             if isinstance(part, ClosedLoop):
-                share = len(range(number, part.num_clients, self._num_processes))
+                share = len(range(number, part.num_clients, self.num_processes))
                 part = part._replace(num_clients=share)
             connection.send(part)
         return [stream for streams in await self._answers() for stream in streams]
 
     async def _answers(self) -> list[list[Stream]]:
         return await asyncio.gather(
-            *(asyncio.to_thread(connection.recv) for connection in self._connections)
+            *(asyncio.to_thread(connection.recv) for connection in self.connections)
         )
 
 

@@ -7,16 +7,13 @@ is told what to send, and starts when all are ready. Must not know: workloads, r
 """
 
 import asyncio
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
+from octavo.cli.client_processes import ClientProcesses
 from octavo.cli.event_loop import loop_factory
 from octavo.cli.grpc_load import run_grpc
 from octavo.cli.http_load import run_http
@@ -28,7 +25,6 @@ from octavo.errors import OctavoError
 
 OnTokens = Callable[[int], None]
 _TELL_S = 0.25
-_END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,48 +44,19 @@ class Answers(NamedTuple):
     cores: float
 
 
-class LoadClients:
+class LoadClients(ClientProcesses):
     """Clients, in a `with` block; one alone runs in this process."""
 
     def __init__(self, num_clients: int) -> None:
-        self._num_clients = num_clients
-        self._processes: list[BaseProcess] = []
-        self._connections: list[Connection] = []
-
-    def __enter__(self) -> Self:
-        if self._num_clients > 1:
-            context = multiprocessing.get_context("spawn")
-            for number in range(self._num_clients):
-                here, there = context.Pipe()
-                arguments, name = (there, os.getpid()), f"client-{number}"
-                process = context.Process(target=_serve, args=arguments, name=name)
-                process.start()
-                there.close()
-                self._processes.append(process)
-                self._connections.append(here)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(_END_TIMEOUT_S)
-            process.kill()
+        super().__init__(num_clients if num_clients > 1 else 0, _serve)
 
     async def run(self, doors: Sequence[Endpoints], job: Job, on_tokens: OnTokens) -> Answers:
         """Send all of `job`'s requests now, each client to one of the routers `doors`, in turn.
         Raises what failed first, as OctavoError where it failed in another process."""
-        if not self._connections:
+        if not self.connections:
             return await _send(doors[0], job, on_tokens)
         # As few clients as requests; a client without any has nothing to say.
-        connections = self._connections[: len(job.requests)]
+        connections = self.connections[: len(job.requests)]
         for number, connection in enumerate(connections):
             part = replace(job, requests=job.requests[number :: len(connections)])
             connection.send((doors[number % len(doors)], part))
