@@ -19,12 +19,16 @@ def test_a_cpu_has_nothing_to_say() -> None:
 def test_a_card_says_what_is_true() -> None:
     device = torch.device("cuda")
     read = gpu_reader(device)
+    # What earlier tests of this process left free would serve the block.
+    torch.cuda.empty_cache()
     before = read()[0]
-    block = torch.ones(1 << 28, dtype=torch.uint8, device=device)
-    torch.cuda.synchronize()
+    # More than the allocator still holds, as parts of that may be free too.
+    num_bytes = before.process_memory_bytes + (1 << 28)
+    block = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     after = read()[0]
     assert after.process_memory_bytes - before.process_memory_bytes == block.numel()
-    assert after.memory_used_bytes - before.memory_used_bytes >= block.numel()
+    # No more is certain of the whole card: others come and go on it.
+    assert after.memory_used_bytes >= after.process_memory_bytes
     total = torch.cuda.get_device_properties(device).total_memory
     # NVML counts what the driver keeps for itself too.
     assert total <= after.memory_total_bytes < 1.1 * total
