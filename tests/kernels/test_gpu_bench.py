@@ -1,8 +1,11 @@
-"""`octavo bench kernels` on a card: cases run, and none beats the ceilings by much."""
+"""`octavo bench kernels` on a card: cases run and are measured. How fast is the records' matter."""
+
+import math
+from dataclasses import astuple
 
 import pytest
 
-from octavo_worker.kernel_bench import Measured, measure_kernels
+from octavo_worker.kernel_bench import Ceilings, Measured, all_cases, measure_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -11,9 +14,16 @@ pytestmark = pytest.mark.gpu
     "words", [["gqa", "16", "2048"], ["fresh 8"], ["rope"], ["sample 1 "], ["moe qwen3", "a3b 1"]]
 )
 def test_cases_run(words: list[str]) -> None:
-    results = [item for item in measure_kernels(words) if isinstance(item, Measured)]
-    assert results
-    assert all(0 < item.fraction < 1.1 for item in results), results
+    ceilings, *results = measure_kernels(words)
+    assert isinstance(ceilings, Ceilings)
+    assert all(0 < value < math.inf for value in astuple(ceilings)), ceilings
+    wanted = [case for case in all_cases() if all(word in case.name for word in words)]
+    assert wanted
+    for result, case in zip(results, wanted, strict=True):
+        assert isinstance(result, Measured)
+        assert (result.case.name, result.case.num_bytes) == (case.name, case.num_bytes)
+        assert 0 < result.us <= result.us_p99 < math.inf, result
+        assert 0 < result.fraction < math.inf, result
 
 
 def test_layers_run() -> None:
