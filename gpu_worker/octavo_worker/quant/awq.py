@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo_worker.quant.codes import Codes, unpack
+from octavo_worker.quant.draws import draw_codes, draw_zeros
 from octavo_worker.quant.fields import FieldReader
 from octavo_worker.quant.modules import ModuleRules, contains
 from octavo_worker.quant.stored import (
@@ -21,11 +22,9 @@ from octavo_worker.quant.stored import (
     LayerSize,
     Region,
     StoredForm,
-    fill_words,
     num_groups,
     ordered_groups,
     ordered_region,
-    repeated,
     scales_form,
     trimmed,
 )
@@ -82,10 +81,11 @@ class Awq:
     def forms(self, size: LayerSize) -> tuple[StoredForm, ...]:  # noqa: ARG002 - one signature
         inputs, groups = Along(Axis.INPUTS), Along(Axis.GROUPS)
         packed = Along(Axis.OUTPUTS, _PER_WORD)
+        codes, zeros = draw_codes(self.bits, symmetric=False), draw_zeros(self.bits)
         return (
-            StoredForm("qweight", (inputs, packed), torch.int32, fill_words, _WORDS),
-            StoredForm("qzeros", (groups, packed), torch.int32, _fill_zeros, _WORDS),
-            scales_form("scales", (groups, Along(Axis.OUTPUTS)), self.bits),
+            StoredForm("qweight", (inputs, packed), torch.int32, codes, _WORDS),
+            StoredForm("qzeros", (groups, packed), torch.int32, zeros, _WORDS),
+            scales_form("scales", (groups, Along(Axis.OUTPUTS)), self.bits, symmetric=False),
         )
 
     def unpack(self, raw: Mapping[str, Tensor], region: Region) -> Codes:
@@ -107,7 +107,3 @@ class Awq:
 def _columns(words: Tensor) -> Tensor:
     """uint8 [R, 8 W] of int32 [R, W], in the order of the columns."""
     return unpack(words, _BITS).unflatten(1, (-1, _PER_WORD))[:, :, _PLACES].flatten(1)
-
-
-def _fill_zeros(target: Tensor, _generator: torch.Generator, _std: float) -> None:
-    target.fill_(repeated(8, _BITS))

@@ -1,7 +1,7 @@
 """Codes: a quantised matrix before it is packed for a kernel, whatever format it came from.
 
 N outputs, K inputs, G groups of inputs. Must not know: formats, kernels. Entry points: `Codes`,
-`unpack`.
+`unpack`, `repeated`.
 """
 
 from collections.abc import Sequence
@@ -58,3 +58,9 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return octets
     return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
+
+
+def repeated(value: int, bits: int) -> int:
+    """The int32 word that holds `value` in each of its places."""
+    word = sum(value << shift for shift in range(0, 32, bits))
+    return word - (1 << 32) if word >> 31 else word

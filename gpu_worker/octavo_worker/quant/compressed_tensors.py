@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo_worker.quant.codes import Codes, unpack
+from octavo_worker.quant.draws import draw_codes, draw_zeros
 from octavo_worker.quant.fields import FieldReader
 from octavo_worker.quant.modules import Match, ModuleRules, equals, matches
 from octavo_worker.quant.stored import (
@@ -24,12 +25,10 @@ from octavo_worker.quant.stored import (
     LayerSize,
     Region,
     StoredForm,
-    fill_words,
     groups_form,
     num_groups,
     ordered_groups,
     ordered_region,
-    repeated,
     scales_form,
     trimmed,
 )
@@ -104,14 +103,16 @@ class CompressedTensors:
     def forms(self, size: LayerSize) -> tuple[StoredForm, ...]:
         outputs, groups = Along(Axis.OUTPUTS), Along(Axis.GROUPS)
         packed = outputs, Along(Axis.INPUTS, _PER_WORD)
+        codes = draw_codes(self.bits, symmetric=self.symmetric)
         forms = [
-            StoredForm("weight_packed", packed, torch.int32, fill_words, _WORDS),
-            scales_form("weight_scale", (outputs, groups), self.bits),
+            StoredForm("weight_packed", packed, torch.int32, codes, _WORDS),
+            scales_form("weight_scale", (outputs, groups), self.bits, symmetric=self.symmetric),
             _shape_form(size),
         ]
         if not self.symmetric:
             axes = Along(Axis.OUTPUTS, _PER_WORD), groups
-            forms.append(StoredForm("weight_zero_point", axes, torch.int32, _fill_zeros, _WORDS))
+            zeros = draw_zeros(self.bits)
+            forms.append(StoredForm("weight_zero_point", axes, torch.int32, zeros, _WORDS))
         if self.act_order:
             forms.append(groups_form("weight_g_idx", size, self.group_size, act_order=True))
         return tuple(forms)
@@ -173,7 +174,3 @@ def _shape_form(size: LayerSize) -> StoredForm:
         target.copy_(torch.tensor([size.outputs, size.inputs]))
 
     return StoredForm("weight_shape", (2,), torch.int64, fill, _INDICES, check)
-
-
-def _fill_zeros(target: Tensor, _generator: torch.Generator, _std: float) -> None:
-    target.fill_(repeated(_MIDDLE, _BITS))

@@ -18,7 +18,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from octavo_worker.quant.codes import Codes, unpack
+from octavo_worker.quant.codes import Codes, repeated, unpack
+from octavo_worker.quant.draws import draw_codes, draw_zeros
 from octavo_worker.quant.fields import FieldReader
 from octavo_worker.quant.modules import Match, ModuleRules, ends_with, matches
 from octavo_worker.quant.stored import (
@@ -27,12 +28,10 @@ from octavo_worker.quant.stored import (
     LayerSize,
     Region,
     StoredForm,
-    fill_words,
     groups_form,
     num_groups,
     ordered_groups,
     ordered_region,
-    repeated,
     scales_form,
     trimmed,
 )
@@ -96,10 +95,11 @@ class Gptq:
         per_word = 32 // self.bits
         outputs, groups = Along(Axis.OUTPUTS), Along(Axis.GROUPS)
         packed = Along(Axis.INPUTS, per_word), outputs
+        codes = draw_codes(self.bits, symmetric=self.symmetric)
         return (
-            StoredForm("qweight", packed, torch.int32, fill_words, _WORDS),
+            StoredForm("qweight", packed, torch.int32, codes, _WORDS),
             self._zeros_form((groups, Along(Axis.OUTPUTS, per_word))),
-            scales_form("scales", (groups, outputs), self.bits),
+            scales_form("scales", (groups, outputs), self.bits, symmetric=self.symmetric),
             groups_form("g_idx", size, self.group_size, act_order=self.act_order),
         )
 
@@ -124,8 +124,8 @@ class Gptq:
 
     def _zeros_form(self, axes: tuple[Along, Along]) -> StoredForm:
         middle = 1 << (self.bits - 1)
-        stored = middle if self.zeros is Zeros.PLAIN else middle - 1
-        word = repeated(stored, self.bits)
+        minus = 0 if self.zeros is Zeros.PLAIN else 1
+        word = repeated(middle - minus, self.bits)
 
         def check(words: Tensor) -> None:
             if self.symmetric and not bool((words == word).all()):
@@ -134,9 +134,10 @@ class Gptq:
                     "configuration says sym=true: is checkpoint_format wrong?"
                 )
 
-        def fill(target: Tensor, _generator: torch.Generator, _std: float) -> None:
+        def fill_middle(target: Tensor, _generator: torch.Generator, _std: float) -> None:
             target.fill_(word)
 
+        fill = fill_middle if self.symmetric else draw_zeros(self.bits, minus=minus)
         return StoredForm("qzeros", axes, torch.int32, fill, _WORDS, check)
 
     def _unpack_zeros(self, words: Tensor) -> Tensor:

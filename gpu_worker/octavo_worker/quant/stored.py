@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from octavo_worker.quant.codes import Codes
+from octavo_worker.quant.draws import Fill, draw_scales
 from octavo_worker.slots import FLOATS, BadValuesError
 
 _INDICES = frozenset({torch.int32, torch.int64})
-
-Fill = Callable[[Tensor, torch.Generator, float], None]
 
 
 class Axis(Enum):
@@ -178,20 +177,12 @@ def check_finite(stored: Tensor) -> None:
         raise BadValuesError("holds NaN or infinity where only finite scales make sense")
 
 
-def scales_form(suffix: str, axes: tuple[Along | int, ...], bits: int) -> StoredForm:
-    """Scales, drawn so that random codes give weights of the wanted standard deviation."""
-    # Codes are uniform: their standard deviation is their number / sqrt(12).
-    spread = (1 << bits) / 12**0.5
-
-    def fill(target: Tensor, generator: torch.Generator, std: float) -> None:
-        target.uniform_(0.7 * std / spread, 1.3 * std / spread, generator=generator)
-
+def scales_form(
+    suffix: str, axes: tuple[Along | int, ...], bits: int, *, symmetric: bool
+) -> StoredForm:
+    """`symmetric`: zero points aren't stored, or all alike."""
+    fill = draw_scales(bits, symmetric=symmetric)
     return StoredForm(suffix, axes, torch.float32, fill, FLOATS, check_finite)
-
-
-def fill_words(target: Tensor, generator: torch.Generator, _std: float) -> None:
-    """A fill for int32 words of codes: all bits random."""
-    target.random_(-(1 << 31), 1 << 31, generator=generator)
 
 
 def groups_form(suffix: str, size: LayerSize, group_size: int, *, act_order: bool) -> StoredForm:
@@ -220,12 +211,6 @@ def groups_form(suffix: str, size: LayerSize, group_size: int, *, act_order: boo
         target.copy_((ordered[order] if act_order else ordered)[: len(target)])
 
     return StoredForm(suffix, (Along(Axis.INPUTS),), torch.int32, fill, _INDICES, check)
-
-
-def repeated(value: int, bits: int) -> int:
-    """The int32 word that holds `value` in each of its places."""
-    word = sum(value << shift for shift in range(0, 32, bits))
-    return word - (1 << 32) if word >> 31 else word
 
 
 def _num_words(count: int, per_word: int) -> int:

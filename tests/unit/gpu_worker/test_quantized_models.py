@@ -326,7 +326,7 @@ def test_random_weights_are_as_wide_as_the_configuration_says(name: str, tmp_pat
         assert len(layer.qkv.pieces) == 1
         for piece in pieces_of(layer):
             assert piece.weight.std().item() == pytest.approx(0.02, rel=0.1)
-            assert abs(piece.weight.mean().item()) < 0.003  # no zero point is 7.5
+            assert abs(piece.weight.mean().item()) < 0.05 * 0.02
     logits = logits_of(model)
     assert bool(logits.isfinite().all())
     again = load_model(tmp_path, load_format="random", seed=3)
