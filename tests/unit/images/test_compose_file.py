@@ -169,6 +169,19 @@ def test_profiles() -> None:
     assert _environment("router")["OTEL_EXPORTER_OTLP_ENDPOINT"] == "", "traces are off"
 
 
+def test_the_gpu_worker_may_have_several_cards() -> None:
+    service = SERVICES["gpu-worker"]
+    environment = service["environment"]
+    assert environment["OCTAVO_TENSOR_PARALLEL"] == "${TENSOR_PARALLEL:-1}"
+    assert int(_environment("gpu-worker")["OCTAVO_TENSOR_PARALLEL"]) == (
+        WorkerSettings().tensor_parallel
+    )
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device["device_ids"] == ["${GPU:-0}"]
+    # Docker's own 64 MiB are too little for NCCL.
+    assert service["shm_size"] == "8gb"
+
+
 def test_prometheus_scrapes_the_ports_that_are_open() -> None:
     config = yaml.safe_load((OBSERVABILITY / "prometheus/prometheus.yaml").read_text())
     scraped = {
