@@ -26,6 +26,7 @@ from tests.unit.gpu_worker.test_worker_process import (
 
 NUM_TOKENS = 24
 BLOCKS = ("--num-kv-blocks", "64", "--max-num-seqs", "8")
+PROMPTS = [[(7 * i + 11 * j * j) % 380 + 3 for j in range(5 + 9 * i)] for i in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,8 @@ def gqa_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, "qwen2", tie_word_embeddings=True, **overrides)
 
 
-async def generate(address: str, folder: Path, num_ranks: int = 2) -> None:
-    """Three rows: two decode while the third's prompt is computed; all are greedy."""
-    prompts = [[(7 * i + 11 * j * j) % 380 + 3 for j in range(5 + 9 * i)] for i in range(3)]
+async def generate(address: str, num_ranks: int = 2) -> list[list[int]]:
+    """The answers to `PROMPTS`: two decode while the third's prompt is computed."""
     async with leader_client(address) as client, asyncio.timeout(60):
         described = await client.describe()
         # Two layers, keys and values, a kv head or more a rank, of 16 dims in float32.
@@ -51,29 +51,32 @@ async def generate(address: str, folder: Path, num_ranks: int = 2) -> None:
                     plan_id=plan_id,
                     added_rows=[
                         row_add(
-                            row, range(1 + 4 * row, 5 + 4 * row), len(prompts[row]) + NUM_TOKENS
+                            row, range(1 + 4 * row, 5 + 4 * row), len(PROMPTS[row]) + NUM_TOKENS
                         )
                         for row in rows
                     ],
-                    chunks=[chunk(row, prompts[row]) for row in rows],
+                    chunks=[chunk(row, PROMPTS[row]) for row in rows],
                     decode_until=10_000 if plan_id == 2 else 0,
                 )
             )
         await steps.read_steps(NUM_TOKENS + 1)
-        for row, prompt in enumerate(prompts):
-            answer = steps.tokens(row)
-            assert len(answer) == NUM_TOKENS
-            assert check_greedy(folder, prompt, answer).is_right
+        return [steps.tokens(row) for row in range(len(PROMPTS))]
+
+
+def check_answers(folder: Path, answers: list[list[int]]) -> None:
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer) == NUM_TOKENS
+        assert check_greedy(folder, prompt, answer).is_right
 
 
 def test_two_ranks_answer_as_transformers_does(gqa_folder: Path, tmp_path: Path) -> None:
     with worker_process(gqa_folder, tmp_path, *BLOCKS, "--tensor-parallel", "2") as worker:
         address = worker.address()
         (other,) = children_of(worker.process.pid)
-        asyncio.run(generate(address, gqa_folder))
+        check_answers(gqa_folder, asyncio.run(generate(address)))
         # Rank 0 decides when the others end, whoever else is told to.
         os.kill(other, signal.SIGTERM)
-        asyncio.run(generate(address, gqa_folder))
+        check_answers(gqa_folder, asyncio.run(generate(address)))
         worker.process.send_signal(signal.SIGTERM)
         assert worker.wait() == 0, worker.log()
         wait_gone(other)
@@ -86,7 +89,7 @@ def test_four_ranks_share_two_kv_heads(gqa_folder: Path, tmp_path: Path) -> None
         address = worker.address()
         others = children_of(worker.process.pid)
         assert len(others) == 3
-        asyncio.run(generate(address, gqa_folder, num_ranks=4))
+        check_answers(gqa_folder, asyncio.run(generate(address, num_ranks=4)))
         worker.process.kill()
         for other in others:
             wait_gone(other)
