@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo_kernels.paged_decode import paged_decode, paged_decode_reference
-from tests.kernels import checks
+from tests.kernels import attention_checks as checks
 from tests.kernels.cases import (
     HEAD_DIMS,
     attention_factors,
@@ -15,6 +15,7 @@ from tests.kernels.cases import (
     pairwise,
     window_factors,
 )
+from tests.kernels.checks import assert_near
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +66,7 @@ def test_decode_split_by_the_card(dtype: torch.dtype, num_rows: int) -> None:
     context_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     arguments = (q, kv.k_cache, kv.v_cache, kv.block_table, context_lens, 0.09)
     out = paged_decode(*arguments)
-    checks.assert_near(out, paged_decode_reference(*arguments))
+    assert_near(out, paged_decode_reference(*arguments))
     # Splits are merged in a fixed order: the same bits again.
     assert torch.equal(out, paged_decode(*arguments))
 
@@ -78,3 +79,7 @@ def test_offsets_beyond_32_bits(dtype: torch.dtype) -> None:
 def test_work_list_covers_every_token_once() -> None:
     checks.check_work_list("cuda")
     checks.check_prefill_work_list("cuda")
+
+
+def test_no_queries_launch_nothing() -> None:
+    checks.check_no_queries("cuda")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels import checks
+from tests.kernels import elementwise_checks as checks
 from tests.kernels.cases import case_id, elementwise_factors, pairwise, rope_factors
 
 pytestmark = pytest.mark.gpu
@@ -40,4 +40,4 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def test_empty_inputs_launch_nothing() -> None:
-    checks.check_empty_inputs("cuda")
+    checks.check_empty_rows("cuda")

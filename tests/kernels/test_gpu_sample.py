@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from octavo_kernels.sample import sample, sample_reference
-from tests.kernels import checks, draws
+from tests.kernels import draws
+from tests.kernels import sample_checks as checks
 from tests.kernels.cases import (
     case_id,
     logits_of,
@@ -14,6 +15,7 @@ from tests.kernels.cases import (
     sample_factors,
     sampling_parameters,
 )
+from tests.kernels.distribution import chi_square, chi_square_limit, filtered_probabilities
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +52,7 @@ def test_mixed_rows_draw_what_the_host_draws() -> None:
 def test_flat_draws_are_uniform() -> None:
     tokens = checks.draw_many(torch.zeros(1000), 200_000, "cuda")
     flat = torch.full((1000,), 1e-3)
-    assert checks.chi_square(tokens, flat) < checks.chi_square_limit(1000)
+    assert chi_square(tokens, flat) < chi_square_limit(1000)
 
 
 @pytest.mark.parametrize("parts", [2, 5, 32])
@@ -63,9 +65,9 @@ def test_filtered_draws_have_the_filtered_distribution(filters: dict[str, Any]) 
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | filters
     logits = torch.linspace(3.0, -3.0, 200)[torch.randperm(200)]
     tokens = checks.draw_many(logits, 200_000, "cuda", **settings)
-    probabilities = checks.filtered_probabilities(logits, **settings)
-    limit = checks.chi_square_limit(int((probabilities > 0).sum()))
-    assert checks.chi_square(tokens, probabilities) < limit
+    probabilities = filtered_probabilities(logits, **settings)
+    limit = chi_square_limit(int((probabilities > 0).sum()))
+    assert chi_square(tokens, probabilities) < limit
 
 
 @pytest.mark.parametrize("filters", checks.FILTERS, ids=str)
@@ -87,3 +89,11 @@ def test_exponentials_are_those_of_the_specification() -> None:
 
 def test_exponentials_are_accurate_at_the_edges() -> None:
     draws.check_edges("cuda")
+
+
+def test_offsets_beyond_32_bits() -> None:
+    checks.check_far_logits("cuda")
+
+
+def test_no_logits_launch_nothing() -> None:
+    checks.check_no_logits("cuda")

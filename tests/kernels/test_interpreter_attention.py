@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels import checks
+from tests.kernels import attention_checks as checks
 from tests.kernels.cases import attention_factors, case_id, pairwise, window_factors
 
 pytestmark = pytest.mark.interpreter
@@ -80,3 +80,7 @@ def test_offsets_beyond_32_bits() -> None:
 def test_work_list_covers_every_token_once() -> None:
     checks.check_work_list("cpu")
     checks.check_prefill_work_list("cpu")
+
+
+def test_no_queries_launch_nothing() -> None:
+    checks.check_no_queries("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo_kernels.read_probe import TILE, read_probe, read_probe_reference
-from tests.kernels import checks
+from tests.kernels import elementwise_checks as checks
 from tests.kernels.cases import case_id, elementwise_factors, pairwise, rope_factors
 
 pytestmark = pytest.mark.interpreter
@@ -53,4 +53,4 @@ def test_read_probe() -> None:
 
 
 def test_empty_inputs_launch_nothing() -> None:
-    checks.check_empty_inputs("cpu")
+    checks.check_empty_rows("cpu")

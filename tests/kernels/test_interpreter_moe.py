@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels import checks_moe
+from tests.kernels import moe_checks
 from tests.kernels.cases import case_id, pairwise
 from tests.kernels.cases_moe import moe_factors
 
@@ -18,36 +18,36 @@ CHUNKED = {"experts": (128, 8), "num_tokens": 70, "widths": (24, 16), "dtype": t
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_moe(case: dict[str, Any]) -> None:
-    checks_moe.check_moe(case, "cpu")
+    moe_checks.check_moe(case, "cpu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_routing(case: dict[str, Any]) -> None:
-    checks_moe.check_routing(case, "cpu")
+    moe_checks.check_routing(case, "cpu")
 
 
 @pytest.mark.parametrize("skew", ["even", "one", "few"])
 def test_routing_of_several_chunks(skew: str) -> None:
     case = CHUNKED | {"skew": skew, "tile": 16, "renormalise": True}
-    checks_moe.check_routing(case, "cpu")
+    moe_checks.check_routing(case, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_token_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
-    checks_moe.check_batch_independence("cpu", dtype, tile=16)
+    moe_checks.check_batch_independence("cpu", dtype, tile=16)
 
 
 def test_bad_tokens_stay_alone() -> None:
-    checks_moe.check_bad_tokens("cpu")
+    moe_checks.check_bad_tokens("cpu")
 
 
 def test_ties_go_to_the_lower_expert() -> None:
-    checks_moe.check_ties("cpu")
+    moe_checks.check_ties("cpu")
 
 
 def test_offsets_beyond_32_bits() -> None:
-    checks_moe.check_far_experts("cpu")
+    moe_checks.check_far_experts("cpu")
 
 
 def test_no_tokens_launch_nothing() -> None:
-    checks_moe.check_no_tokens("cpu")
+    moe_checks.check_no_tokens("cpu")

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from octavo_kernels import sample
-from tests.kernels import checks, draws
+from tests.kernels import draws
+from tests.kernels import sample_checks as checks
 from tests.kernels.cases import case_id, pairwise, sample_factors
+from tests.kernels.distribution import chi_square, chi_square_limit
 
 pytestmark = pytest.mark.interpreter
 
@@ -46,4 +48,12 @@ def test_exponentials_are_accurate_at_the_edges() -> None:
 
 def test_flat_draws_are_uniform() -> None:
     tokens = checks.draw_many(torch.zeros(8), 160, "cpu")
-    assert checks.chi_square(tokens, torch.full((8,), 1 / 8)) < checks.chi_square_limit(8)
+    assert chi_square(tokens, torch.full((8,), 1 / 8)) < chi_square_limit(8)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    checks.check_far_logits("cpu")
+
+
+def test_no_logits_launch_nothing() -> None:
+    checks.check_no_logits("cpu")

@@ -5,7 +5,8 @@ import torch
 
 from octavo_kernels.sample import sample_reference
 from tests.kernels.cases import sampling_parameters
-from tests.kernels.checks import FILTERS, chi_square, chi_square_limit, filtered_probabilities
+from tests.kernels.distribution import chi_square, chi_square_limit, filtered_probabilities
+from tests.kernels.sample_checks import FILTERS
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

@@ -1,4 +1,4 @@
-"""What the mixture of experts must fulfil, on whatever device. Called as `checks` are."""
+"""What the mixture of experts must fulfil, on whatever device."""
 
 from typing import Any
 
