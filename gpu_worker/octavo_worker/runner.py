@@ -12,7 +12,7 @@ Must not know: gRPC, leaders, clients. Entry points: `Runner.submit`, `Runner.po
 import time
 from collections import deque
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from octavo_worker.row_limits import RowLimits
 from octavo_worker.rows import RowTensors
 from octavo_worker.sealed_blocks import SealedBlocks
 from octavo_worker.sent_step import SentStep, pack, shape_of
+from octavo_worker.step_entries import entries_of
 from octavo_worker.step_inputs import StepBounds, decode_step_inputs, step_inputs
 from octavo_worker.step_profile import StepProfile
 from octavo_worker.step_work import StepWork
@@ -53,15 +54,6 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [E, V] of hidden [E, hidden size]."""
         ...
-
-
-class _Entries(NamedTuple):
-    """The places of a step that draw a token."""
-
-    hidden: torch.Tensor  # [E, hidden size]
-    rows: torch.Tensor  # int64 [E]
-    positions: torch.Tensor  # int64 [E], of the token drawn
-    was_live: torch.Tensor  # bool [E]
 
 
 class DecodeProgram(Protocol):
@@ -278,7 +270,8 @@ class Runner:
         self, work: StepWork, sent: SentStep, inputs: StepInputs, hidden: torch.Tensor
     ) -> Draw:
         """Draw a token for every entry and write it into its row."""
-        entries = self._entries(sent, inputs, hidden, len(work.entry_rows))
+        num_entries = len(work.entry_rows)
+        entries = entries_of(sent, inputs, hidden, self._rows, self._spare_row, num_entries)
         rows, positions, was_live = entries.rows, entries.positions, entries.was_live
         logits = self._model.logits(entries.hidden)
         wanted = np.flatnonzero(work.logprob_counts != NO_LOGPROBS)
@@ -326,7 +319,7 @@ class Runner:
         inputs = step_inputs(sent, self._rows, self._limits.block_size)
         hidden = self._model.forward(inputs, self._kv_caches, self._backend)
         num_entries = sent.shape.num_chunks + sent.shape.num_rows
-        entries = self._entries(sent, inputs, hidden, num_entries)
+        entries = entries_of(sent, inputs, hidden, self._rows, self._spare_row, num_entries)
         logits = self._model.logits(entries.hidden)
         return self._draw_plain(logits, entries.rows, entries.positions, entries.was_live)
 
@@ -363,26 +356,6 @@ class Runner:
         if rules is not None:
             self._rules.note(rules, tokens)
         return tokens, is_good
-
-    def _entries(
-        self, sent: SentStep, inputs: StepInputs, hidden: torch.Tensor, num_entries: int
-    ) -> _Entries:
-        """What the last `num_entries` places of a step, chunks' and decode rows', draw from."""
-        num_chunks, num_rows = sent.shape.num_chunks, sent.shape.num_rows
-        last = slice(num_chunks - (num_entries - num_rows), num_chunks)
-        states = hidden[inputs.num_prefill_tokens :]
-        decode_is_live = self._rows.is_live[sent.decode_rows]
-        if last.start == num_chunks:
-            positions = inputs.decode_context_lens.long()
-            return _Entries(states, sent.decode_rows, positions, decode_is_live)
-        rows = sent.entry_rows[last]
-        return _Entries(
-            torch.cat([hidden[sent.entry_states[last]], states]),
-            torch.cat([rows, sent.decode_rows]),
-            torch.cat([sent.entry_positions[last], inputs.decode_context_lens.long()]),
-            # A row that has just computed its last chunk becomes live by this draw.
-            torch.cat([rows != self._spare_row, decode_is_live]),
-        )
 
     def _copy_result(self, columns: torch.Tensor) -> torch.Tensor:
         return columns if self._results is None else self._results.copy(columns)

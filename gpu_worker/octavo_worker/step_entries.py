@@ -1,0 +1,53 @@
+"""The entries of a step: its places that draw a token.
+
+Chunks that end their prompt, in order, then decode rows. Must not know: plans' checks, models.
+Entry point: `entries_of`, which asks the host nothing: a CUDA graph can hold it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.rows import RowTensors
+from octavo_worker.sent_step import SentStep
+
+
+class Entries(NamedTuple):
+    """What E entries draw from."""
+
+    hidden: Tensor  # [E, hidden size]
+    rows: Tensor  # int64 [E]
+    positions: Tensor  # int64 [E], of the token drawn
+    was_live: Tensor  # bool [E]
+
+
+def entries_of(
+    sent: SentStep,
+    inputs: StepInputs,
+    hidden: Tensor,
+    rows: RowTensors,
+    spare_row: int,
+    num_entries: int,
+) -> Entries:
+    """The last `num_entries` places of a step's chunks and decode rows; of a captured step all.
+
+    hidden: [tokens of the step, hidden size]. Of all chunks those that draw nothing are there as
+    `spare_row`, which is dead.
+    """
+    num_chunks, num_rows = sent.shape.num_chunks, sent.shape.num_rows
+    last = slice(num_chunks + num_rows - num_entries, num_chunks)
+    states = hidden[inputs.num_prefill_tokens :]
+    positions = inputs.decode_context_lens.long()
+    is_live = rows.is_live[sent.decode_rows]
+    if last.start == num_chunks:
+        return Entries(states, sent.decode_rows, positions, is_live)
+    chunk_rows = sent.entry_rows[last]
+    return Entries(
+        torch.cat([hidden[sent.entry_states[last]], states]),
+        torch.cat([chunk_rows, sent.decode_rows]),
+        torch.cat([sent.entry_positions[last], positions]),
+        # A row that has just computed its last chunk becomes live by this draw.
+        torch.cat([chunk_rows != spare_row, is_live]),
+    )
