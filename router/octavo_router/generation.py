@@ -229,22 +229,27 @@ class Generation:
         for flight in self.flights:
             flight.abandon(reason)
 
-    async def wait_admitted(self, timeout_s: float) -> None:
-        """Return when every prompt got a row, or after a while; raises if one was refused.
+    async def wait_admitted(self, timeout_s: float) -> bool:
+        """Return when every prompt got a row or one has news; False if none came in that time.
 
-        So a refusal becomes an HTTP status as long as headers can wait.
+        Raises OctavoError if one was refused: a refusal becomes an HTTP status as long as headers
+        can wait.
         """
+        is_admitted = False
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     if self._inbox.error is not None:
                         self._raise_lost(self._inbox.error)
-                    if all(flight.num_cached_tokens is not None for flight in self.flights):
+                    has_rows = all(f.num_cached_tokens is not None for f in self.flights)
+                    if has_rows or self._inbox.changed:
+                        is_admitted = True
                         break
                     await self._inbox.wait()
         except TimeoutError:
             pass
         self._inbox.wake()
+        return is_admitted
 
     async def news(self) -> list[Delta]:
         """Wait, then what is new of each choice. Raises OctavoError when the request is lost."""

@@ -3,12 +3,14 @@
 Must not know: routes, schedulers, protos. Entry points: `answer_chat`, `answer_completion`.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from octavo.errors import InvalidRequestError
 from octavo_router.answers import (
@@ -41,10 +43,13 @@ from octavo_router.requests import (
     clean_request_id,
 )
 from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
-from octavo_router.sse import EventStream, Frames, dumps
+from octavo_router.sse import EventStream, Frames, cancel_on_disconnect, dumps
 
-# A refusal within this time becomes an HTTP status; after it a stream's headers go out.
-ADMISSION_WAIT_S = 0.25
+# A stream's headers go out once it has a row, so that a refusal becomes an HTTP status until then:
+# so long at most, and a client that waits longer is shown a sign of life, then and every 15 s.
+HEADERS_WAIT_S = 10.0
+# Most streams have a row before; only for others it pays to watch whether the client leaves.
+_UNWATCHED_S = 0.25
 MAX_REQUEST_ID_FIELD_CHARS = 1 << 16
 
 
@@ -123,7 +128,7 @@ async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
         generation = await service.pipeline.start(call.request, record)
         try:
             if call.request.is_stream:
-                await generation.wait_admitted(ADMISSION_WAIT_S)
+                await _wait_admitted(generation, request.receive)
                 if trace is not None:
                     trace.has_answered = True
                 return _stream(generation, kind, call, service)
@@ -132,6 +137,17 @@ async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
             raise
         choices = await collect(generation, request.receive)
         return _whole(choices, generation, kind, call, service)
+
+
+async def _wait_admitted(generation: Generation, receive: Receive) -> None:
+    """Until a stream's headers may go out. Raises OctavoError if it is refused before."""
+    if await generation.wait_admitted(_UNWATCHED_S):
+        return
+    watcher = asyncio.create_task(cancel_on_disconnect(receive, generation))
+    try:
+        await generation.wait_admitted(HEADERS_WAIT_S - _UNWATCHED_S)
+    finally:
+        watcher.cancel()
 
 
 def _parse(service: Service, request: Request, kind: _Kind, body: dict[str, Any]) -> _Call:

@@ -181,6 +181,17 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 frame.suspects.add(handle=handle, num_suspicions=num_suspicions)
             session.frames.put_nowait(frame)
 
+    def refuse_waiting(self, error: common_pb2.Error) -> None:
+        """Refuse every request that has no row yet, long after it came."""
+        for session in self._sessions:
+            handles = {h for (h, _), one in session.sequences.items() if not one.is_started}
+            for handle in handles:
+                rejected = scheduler_pb2.Rejected(handle=handle, error=error)
+                session.frames.put_nowait(Response(rejected=[rejected], load=self.load))
+            session.sequences = {
+                key: one for key, one in session.sequences.items() if key[0] not in handles
+            }
+
     def move_sessions(self, successor: str = "") -> None:
         """Tell every router to go elsewhere."""
         for session in self._sessions:

@@ -258,3 +258,23 @@ def test_much_news_is_handed_out_in_turns() -> None:
         assert seen == [(1, MAX_IDS_PER_TURN), (2, MAX_IDS_PER_TURN + 1), (0, 1)]
 
     run(check)
+
+
+def test_headers_wait_for_all_rows_or_any_news() -> None:
+    async def check() -> None:
+        bench = Bench()
+        generation, flight = bench.generation, bench.flight
+        other = Flight(flight.order, flight.inbox)
+        generation.flights = [flight, other]
+        assert not await generation.wait_admitted(0.01)
+        flight.start(0)
+        assert not await generation.wait_admitted(0.01), "the other one has no row"
+        # Its tokens aren't held back for the other's row.
+        flight.deliver(0, [97])
+        assert await generation.wait_admitted(5)
+        (delta,) = await bench.news()
+        assert delta.text == "a"
+        other.start(0)
+        assert await generation.wait_admitted(5)
+
+    run(check)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import pytest
 
 from octavo.v1 import common_pb2
+from octavo_router import http_generate
 from tests.fakes.fake_scheduler import Plan
 from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router
 
@@ -369,6 +370,38 @@ def test_a_refusal_of_the_scheduler_is_a_status_even_when_streaming() -> None:
                     assert answer.headers["retry-after"] == str(-(-retry // 1000))
         outcomes = router.outcomes()
         assert outcomes == {("completions", "rejected"): 6, ("completions", "error"): 2}
+
+    run(check)
+
+
+def test_a_refusal_is_a_status_as_long_as_the_stream_has_no_row() -> None:
+    async def check(router: RunningRouter, fake: Any) -> None:
+        fake.is_paused = True
+        body = {"prompt": "x", "stream": True}
+        posting = asyncio.create_task(router.http.post(TEXT, json=body))
+        await asyncio.sleep(0.5)  # as a busy scheduler, or a second cell, takes
+        fake.refuse_waiting(common_pb2.Error(code=8, message="no room", retry_after_ms=2500))
+        answer = await posting
+        assert check_error(answer, 429)["message"] == "no room"
+        assert answer.headers["retry-after"] == "3"
+
+    run(check)
+
+
+def test_a_stream_that_waits_long_for_its_row_has_its_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_generate, "HEADERS_WAIT_S", 0.3)
+
+    async def check(router: RunningRouter, fake: Any) -> None:
+        fake.is_paused = True
+        body = {"prompt": "x", "stream": True}
+        async with router.http.stream("POST", TEXT, json=body) as answer:
+            assert answer.status_code == 200
+            fake.refuse_waiting(common_pb2.Error(code=8, message="no room", retry_after_ms=2500))
+            text = (await answer.aread()).decode()
+        assert '"message":"no room"' in text
+        assert text.endswith("data: [DONE]\n\n")
 
     run(check)
 
