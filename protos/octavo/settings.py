@@ -225,7 +225,9 @@ class SchedulerSettings(CommonSettings):
         1 << 20, "prompt tokens that may wait before a new request", minimum=1
     )
     max_queue_wait_s: float = setting(
-        30.0, "expected wait beyond which new requests are refused; 0 = none", minimum=0
+        30.0,
+        "seconds within which first tokens come: refused is what would wait longer; 0 = none",
+        minimum=0,
     )
     tenant_weights: tuple[str, ...] = setting(
         (), "shares of tenants in a full queue: tenant=weight comma list; others have 1"

@@ -8,7 +8,9 @@ it gets here.
 
 The bounds look at what goes before a request: tokens of higher priorities, and of its own
 priority what other tenants may take while its own tokens are served. So a tenant that floods
-the queue makes itself wait, and is refused itself.
+the queue makes itself wait, and is refused itself. How long that takes follows from how the
+queue and the tenant's line drained lately and from how far running answers are (`pace.py`,
+`outlook.py`); of the bound on it, `margin.py` keeps what such expectations were short by.
 
 Must not know: workers, sessions, I/O. Entry points: `AdmissionQueue`, `check_fits`.
 """
@@ -23,6 +25,8 @@ from typing import NamedTuple
 
 from octavo.errors import ContextLengthError, OverloadedError
 from octavo_scheduler.fairness import Shares
+from octavo_scheduler.margin import Margin
+from octavo_scheduler.outlook import Outlook
 from octavo_scheduler.pace import Pace
 from octavo_scheduler.sequence import Sequence, order_of
 
@@ -30,6 +34,12 @@ _OrderedSet = OrderedDict[Sequence, None]
 _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 60_000
 # Assumed while nothing was measured yet.
 _DEFAULT_TOKENS_PER_S = 10_000.0
+# A line moves as others let it: its pace is the mean over several of their bursts.
+_LINE_MEMORY_S = 60.0
+# Of the longest wait that is let in: waits from here on teach the margin.
+_LONG_SHARE = 0.5
+# Of the bound: so far a prompt's own time counts, or long ones alone would never be let in.
+_OWN_SHARE = 0.25
 
 
 def check_fits(num_prompt_tokens: int, max_tokens: int, max_request_tokens: int) -> None:
@@ -47,10 +57,19 @@ class QueueFullError(OverloadedError):
     """Refused, and so would be the smallest request of this tenant and priority."""
 
 
-class _Excess(NamedTuple):
-    """What is too much: tokens that go before, the limit in words, seconds beyond it."""
+class _Forecast(NamedTuple):
+    """Tokens that go before, how long these, the own prompt and a usual one take, the rate."""
 
     ahead: int
+    wait_s: float
+    own_s: float
+    usual_s: float
+    tokens_per_s: float
+
+
+class _Excess(NamedTuple):
+    """Which limit is exceeded, in words, and the seconds until it no longer is."""
+
     limit: str
     excess_s: float
 
@@ -59,7 +78,7 @@ class _Excess(NamedTuple):
 class QueueLimits:
     """Bounds for what goes before a fresh request, and the time that raises a priority by one.
 
-    `max_wait_s` and `ageing_s`: 0 = none.
+    `max_wait_s`, until the first token, and `ageing_s`: 0 = none.
     """
 
     max_tokens: int
@@ -73,7 +92,7 @@ class _Line:
 
     sequences: _OrderedSet = field(default_factory=_OrderedSet)
     num_tokens: int = 0
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace = field(default_factory=lambda: Pace(_LINE_MEMORY_S))
 
     @property
     def wait_s(self) -> float:
@@ -126,49 +145,45 @@ class AdmissionQueue:
         self._clock = clock
         self._pace = Pace()
         self._levels: dict[int, _Level] = {}
+        # By priority: what passes the lower ones errs for them alone.
+        self._margins: dict[int, Margin] = {}
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def check_room(
-        self, num_tokens: int, default_tokens_per_s: float, *, priority: int = 0, tenant: str = ""
-    ) -> None:
-        """Raise OverloadedError, with a time to retry, if fresh tokens don't fit now.
+        self, num_tokens: int, outlook: Outlook, *, priority: int = 0, tenant: str = ""
+    ) -> float | None:
+        """Expected seconds to the first token of fresh tokens; None = they go next.
 
-        `default_tokens_per_s`: how fast the queue drains, if that was not measured yet.
+        Raises OverloadedError, with a time to retry, if they don't fit now.
         """
-        why = self._why_not(num_tokens, default_tokens_per_s, priority, tenant)
+        forecast = self._foresee(num_tokens, outlook, priority, tenant)
+        if forecast is None:
+            return None
+        why = self._why_not(num_tokens, forecast, priority)
         if why is None:
-            return
-        is_full = self._why_not(1, default_tokens_per_s, priority, tenant) is not None
+            return forecast.wait_s + forecast.own_s
+        least = self._foresee(1, outlook, priority, tenant)
+        is_full = least is not None and self._why_not(1, least, priority) is not None
         raise (QueueFullError if is_full else OverloadedError)(
-            f"{why.ahead} prompt tokens wait before this request, which adds {num_tokens}; "
+            f"{forecast.ahead} prompt tokens wait before this request, which adds {num_tokens}; "
             f"{why.limit}. Try again later or on another cell",
             retry_after_ms=round(min(max(1000 * why.excess_s, _MIN_RETRY_MS), _MAX_RETRY_MS)),
         )
 
-    def _why_not(
-        self, num_tokens: int, default_tokens_per_s: float, priority: int, tenant: str
-    ) -> "_Excess | None":
-        ahead = self._tokens_ahead(num_tokens, priority, tenant)
-        if not ahead:
-            return None
-        default_tokens_per_s = default_tokens_per_s or _DEFAULT_TOKENS_PER_S
-        rate = self._pace.tokens_per_s or default_tokens_per_s
-        limits = self._limits
-        # What others may yet send before its turn shows in how its own line moves.
-        wait_s = self._pace.wait_s(ahead, default_tokens_per_s)
-        wait_s = max(wait_s, self._line_wait_s(priority, tenant))
-        if ahead + num_tokens > limits.max_tokens:
-            excess_s = (ahead + num_tokens - limits.max_tokens) / rate
-            limit = f"at most {limits.max_tokens} may wait"
-        elif limits.max_wait_s and wait_s > limits.max_wait_s:
-            excess_s = wait_s - limits.max_wait_s
-            limit = f"that takes {wait_s:.1f} s, over {limits.max_wait_s:g} s"
-        else:
-            return None
-        return _Excess(ahead, limit, excess_s)
+    def note_answered(self, sequence: Sequence) -> None:
+        """Its first token was drawn: what was expected of that is compared."""
+        request = sequence.request
+        expected_s = request.expected_ttft_s
+        # A worker that was lost is no error of the expectation.
+        if expected_s is None or not self._limits.max_wait_s or sequence.num_moves:
+            return
+        now, margin = self._clock(), self._margin(request.submission.priority)
+        # Errors grow with the wait, and it's the long waits that are bounded.
+        if expected_s >= _LONG_SHARE * (self._limits.max_wait_s - margin.seconds):
+            margin.add(now, now - request.arrival - expected_s)
 
     def push(self, sequence: Sequence) -> None:
         """Queue a fresh sequence."""
@@ -276,6 +291,48 @@ class AdmissionQueue:
         if not self._size:
             self._pace.empty()
         return level
+
+    def _foresee(
+        self, num_tokens: int, outlook: Outlook, priority: int, tenant: str
+    ) -> _Forecast | None:
+        """What fresh tokens have to wait for; None = nothing."""
+        ahead = self._tokens_ahead(num_tokens, priority, tenant)
+        if not ahead:
+            return None
+        tokens_a_sequence = self.num_tokens / self._size
+        default = outlook.drain_tokens_per_s(tokens_a_sequence) or _DEFAULT_TOKENS_PER_S
+        wait_s = self._pace.wait_s(ahead, default)
+        wait_s *= outlook.bunching(round(ahead / tokens_a_sequence))
+        # What others may yet send before its turn shows in how its own line moves.
+        wait_s = max(wait_s, self._line_wait_s(priority, tenant))
+        token_s = outlook.worker_token_s
+        times_s = (wait_s, num_tokens * token_s, tokens_a_sequence * token_s)
+        return _Forecast(ahead, *times_s, self._pace.tokens_per_s or default)
+
+    def _why_not(self, num_tokens: int, forecast: _Forecast, priority: int) -> _Excess | None:
+        limits, excess = self._limits, forecast.ahead + num_tokens - self._limits.max_tokens
+        if excess > 0:
+            limit = f"at most {limits.max_tokens} may wait"
+            return _Excess(limit, excess / forecast.tokens_per_s)
+        if not limits.max_wait_s:
+            return None
+        margin_s = self._margin(priority).seconds
+        # Not its own: where many are refused, only the shortest prompts would get in.
+        own_s = min(forecast.usual_s, _OWN_SHARE * limits.max_wait_s)
+        excess_s = forecast.wait_s + own_s + margin_s - limits.max_wait_s
+        if excess_s <= 0.0:
+            return None
+        limit = (
+            f"that takes {forecast.wait_s:.1f} s and, as it went lately, up to {margin_s:.1f} s "
+            f"more, and the first token is to come within {limits.max_wait_s:g} s"
+        )
+        return _Excess(limit, excess_s)
+
+    def _margin(self, priority: int) -> Margin:
+        margin = self._margins.get(priority)
+        if margin is None:
+            margin = self._margins[priority] = Margin(self._limits.max_wait_s)
+        return margin
 
     def _line_wait_s(self, priority: int, tenant: str) -> float:
         level = self._levels.get(priority)

@@ -317,9 +317,9 @@ class Cell:
             admission.check_fits(num_prompt, submission.max_tokens, limit)
         if not is_resubmit:
             num_tokens = sum(sequence.queue_tokens for sequence in request.sequences)
-            self.queue.check_room(
+            request.expected_ttft_s = self.queue.check_room(
                 num_tokens,
-                self.members.prefill_tokens_per_s,
+                self.members.outlook(),
                 priority=submission.priority,
                 tenant=submission.tenant,
             )
@@ -354,6 +354,8 @@ class Cell:
             self.book.report_prompt(report)
         self.book.deliver(reading.tokens)
         for sequence in reading.prefilled:
+            if not sequence.first_token_at:
+                self.queue.note_answered(sequence)
             self.accounts.prefilled(sequence)
             if sequence.trace is not None:
                 sequence.trace.prefilled()

@@ -6,10 +6,13 @@ Must not know: the queue, sessions, streams. Entry point: `Members`.
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from octavo.capacity import Capacity
 from octavo.model_spec import ModelSpec
 from octavo.settings import SchedulerSettings
 from octavo_scheduler.batcher import BatchLimits
+from octavo_scheduler.outlook import Outlook
 from octavo_scheduler.plan import Plan
 from octavo_scheduler.recovery import is_hung
 from octavo_scheduler.sequence import Sequence
@@ -65,6 +68,19 @@ class Members(list[Member]):
     @property
     def prefill_tokens_per_s(self) -> float:
         return sum(member.state.cost.prefill_tokens_per_s for member in self)
+
+    def outlook(self) -> Outlook:
+        """What rates and rows of the workers that take new ones let others expect."""
+        workers = self.open_states()
+        if not workers:
+            return Outlook()
+        tokens_per_s = sum(worker.cost.prefill_tokens_per_s for worker in workers)
+        rates = (tokens_per_s, len(workers) / tokens_per_s if tokens_per_s else 0.0)
+        if any(worker.rows.num_free for worker in workers):
+            return Outlook(*rates)
+        rows_per_s = sum(worker.rows_per_s for worker in workers)
+        left = np.sort(np.concatenate([worker.rows.left for worker in workers]))
+        return Outlook(*rates, rows_per_s, left)
 
     @property
     def max_pool_tokens(self) -> int:

@@ -7,7 +7,7 @@ sequences, workers. Entry point: `Pace`.
 from math import exp
 
 # Old measurements count less: by 1 / e each so many seconds of queueing.
-_MEMORY_S = 10.0
+MEMORY_S = 10.0
 # A queue that is empty again sooner limits nobody.
 _GRACE_S = 0.1
 _LEAST_MEASURED_S = 0.5
@@ -19,7 +19,8 @@ _FARTHEST, _SHORT_S = 20.0, 5.0
 class Pace:
     """Give it every change; times are the caller's clock, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_s: float = MEMORY_S) -> None:
+        self._memory_s = memory_s
         self._tokens = 0.0
         self._measured_s = 0.0
         # When measuring goes on; None = the queue is empty.
@@ -37,7 +38,7 @@ class Pace:
         if self._since is None or now < self._since:
             return
         passed_s = now - self._since
-        fading = exp(-passed_s / _MEMORY_S)
+        fading = exp(-passed_s / self._memory_s)
         self._tokens = self._tokens * fading + num_tokens
         self._measured_s = self._measured_s * fading + passed_s
         self._since = now

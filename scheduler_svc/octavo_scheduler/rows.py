@@ -22,6 +22,7 @@ class RowTable:
         self.capacity = np.zeros(num_rows, np.int64)  # KV slots of the block table
         self.limit = np.zeros(num_rows, np.int64)  # max_total_tokens
         self.expected = np.zeros(num_rows, np.int64)  # tokens that it is likely to end with
+        self.answer = np.ones(num_rows, np.int64)  # of these, those of its answer: at least 1
         self.shared = np.zeros(num_rows, np.int64)  # blocks that it found in the cache
         self.decoding = np.zeros(num_rows, np.bool_)  # its last chunk was planned
         self.session = np.zeros(num_rows, np.int64)
@@ -38,6 +39,11 @@ class RowTable:
     def num_held(self) -> int:
         return len(self.holders) - len(self._free)
 
+    @property
+    def left(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        """The share of its answer that each holder is likely to draw yet. [R]"""
+        return np.clip((self.expected - self.known) / self.answer, 0.0, 1.0)
+
     def take(self, sequence: Sequence) -> int:
         """Give the sequence a row; its block table counts as capacity."""
         row = self._free.pop()
@@ -46,6 +52,7 @@ class RowTable:
         self.capacity[row] = len(sequence.block_ids) * self.block_size
         self.limit[row] = sequence.max_total_tokens
         self.expected[row] = sequence.request.num_prompt_tokens + sequence.expected_output
+        self.answer[row] = max(1, sequence.expected_output)
         self.shared[row] = len(sequence.block_ids)
         self.decoding[row] = False
         self.session[row] = sequence.request.session_id

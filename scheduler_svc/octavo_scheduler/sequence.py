@@ -109,6 +109,8 @@ class Request:
     num_prompt_tokens: int
     # Of its trace, if that is sampled: shown beside the times that it took.
     exemplar: Exemplar = None
+    # Seconds to its first token that were expected as it was queued; None = nothing was before it.
+    expected_ttft_s: float | None = None
     sequences: list["Sequence"] = field(default_factory=list["Sequence"])
 
     @property

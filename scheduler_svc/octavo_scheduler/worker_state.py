@@ -106,6 +106,12 @@ class WorkerState:
         """Upper bound over its rows."""
         return int(np.sum(self.rows.limit - self.rows.known))
 
+    @property
+    def rows_per_s(self) -> float:
+        """How many answers end in a second while all rows are held; 0 = not measured."""
+        turn_s = float(self.rows.answer.mean()) * self.cost.decode_step_s(self.num_decoding)
+        return self.rows.answer.size / turn_s if turn_s else 0.0
+
     def wait_for_row_s(self) -> float:
         """Rough time until a row of it ends and makes room."""
         rows = self.rows

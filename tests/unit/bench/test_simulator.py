@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -17,7 +18,15 @@ from tests.bench.simulator.experiment import (
     workload_of,
 )
 from tests.bench.simulator.fleet import Fleet, Shape, Trouble
-from tests.bench.simulator.workload import Workload, poisson, recorded, steady, together
+from tests.bench.simulator.workload import (
+    CHAT_BLOCK_TOKENS,
+    SimRequest,
+    Workload,
+    poisson,
+    recorded,
+    steady,
+    together,
+)
 
 ONE_CELL = Shape(num_routers=1, num_cells=1, workers_per_cell=8)
 FOUR_CELLS = Shape(num_routers=4, num_cells=4, workers_per_cell=2)
@@ -85,7 +94,39 @@ def test_a_flood_makes_its_own_tenant_wait() -> None:
     assert loud["calm"]["refused"] == 0
     assert loud["calm"]["ttft_p99_s"] <= 1.2 * quiet["calm"]["ttft_p99_s"]
     assert loud["loud"]["refused"] > loud["loud"]["answered"]
-    assert loud["loud"]["ttft_max_s"] <= 16.0
+    # As long as it may, in 99 of 100 cases; what the calm one sends meanwhile can't be foreseen.
+    assert loud["loud"]["ttft_p99_s"] <= 10.0
+    assert loud["loud"]["ttft_max_s"] <= 11.0
+
+
+@pytest.mark.parametrize(("bound_s", "spread"), [(2.0, 0), (4.0, 32)], ids=["equal", "varied"])
+def test_what_is_let_in_is_answered_within_the_bound(bound_s: float, spread: int) -> None:
+    """Three times what 16 rows can serve: those refused are not missed."""
+    rng, duration_s, capacity_tok_s = Random(1), 50.0, 16 / 0.02
+    cost = Cost(
+        prefill_tokens_per_s=1e6,
+        prompt_s=0,
+        decode_s=0.02,
+        num_blocks=4000,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        is_serial=True,
+    )
+    arrivals_s = sorted(rng.uniform(0, duration_s) for _ in range(round(duration_s * 37.5)))
+    requests = [SimRequest(at, 48, 64 + rng.randint(-spread, spread), ()) for at in arrivals_s]
+    workload = Workload("overload", CHAT_BLOCK_TOKENS, tuple(requests))
+    settings = replace(SETTINGS, enable_prefix_caching=False, max_queue_wait_s=bound_s)
+    outcomes = Fleet(workload, Shape(workers_per_cell=1), cost, settings).run()
+    ttfts_s = sorted(o.ttft_s for o in outcomes if o.ttft_s is not None)
+    tokens = sum(
+        request.num_output_tokens
+        for request, outcome in zip(requests, outcomes, strict=True)
+        if outcome.ttft_s is not None and (outcome.ended_s or 0.0) <= duration_s
+    )
+    assert tokens >= 0.95 * capacity_tok_s * duration_s
+    assert ttfts_s[int(0.99 * len(ttfts_s))] <= bound_s
+    # Nor are they let in with much room to spare.
+    assert ttfts_s[len(ttfts_s) // 2] >= 0.6 * bound_s
 
 
 def gaps_s(

@@ -379,7 +379,7 @@ def test_a_refusal_is_a_status_as_long_as_the_stream_has_no_row() -> None:
         fake.is_paused = True
         body = {"prompt": "x", "stream": True}
         posting = asyncio.create_task(router.http.post(TEXT, json=body))
-        await asyncio.sleep(0.5)  # as a busy scheduler, or a second cell, takes
+        await asyncio.sleep(0.4)  # as a busy scheduler, or a second cell, takes
         fake.refuse_waiting(common_pb2.Error(code=8, message="no room", retry_after_ms=2500))
         answer = await posting
         assert check_error(answer, 429)["message"] == "no room"
