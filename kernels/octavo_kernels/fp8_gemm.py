@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo_kernels.e4m3_weight import arranged_inputs
 from octavo_kernels.launch import Launch, cdiv, next_power_of_2, num_multiprocessors, offset64
 from octavo_kernels.split_k import finish_split, partial_sums, splits
 
@@ -54,6 +55,7 @@ def _quantize_rows_kernel(
     LARGEST: tl.constexpr,
     LEAST_MAX: tl.constexpr,
     TILE: tl.constexpr,
+    ARRANGED: tl.constexpr,
 ):
     row = tl.program_id(0)
     source = x + offset64(row, stride_x)
@@ -66,34 +68,41 @@ def _quantize_rows_kernel(
     tl.store(scales + row, scale)
     for start in range(0, width, TILE):
         column = start + tl.arange(0, TILE)
-        values = tl.load(source + column, mask=column < width, other=0.0).to(tl.float32)
+        place = arranged_inputs(column) if ARRANGED else column
+        values = tl.load(source + place, mask=column < width, other=0.0).to(tl.float32)
         rounded = tl.clamp(
             tl.div_rn(values, scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL
         ).to(out.dtype.element_ty)
         tl.store(out + offset64(row, width) + column, rounded, mask=column < width)
 
 
-def quantize_rows_launch(out: Tensor, scales: Tensor, x: Tensor) -> Launch:
+def quantize_rows_launch(
+    out: Tensor, scales: Tensor, x: Tensor, *, arranged: bool = False
+) -> Launch:
     tile = min(_QUANTIZE_TILE, next_power_of_2(x.shape[1]))
+    limits = {"LARGEST": E4M3_MAX, "LEAST_MAX": _LEAST_MAX}
     return Launch(
         kernel=_quantize_rows_kernel,
         grid=(x.shape[0],),
         args=(out, scales, x, x.shape[1], x.stride(0)),
-        constants={"LARGEST": E4M3_MAX, "LEAST_MAX": _LEAST_MAX, "TILE": tile},
+        constants=limits | {"TILE": tile, "ARRANGED": arranged},
         num_warps=max(1, tile // 512),
     )
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = E4M3, *, arranged: bool = False
+) -> tuple[Tensor, Tensor]:
     """(x / scale rounded to e4m3 [M, K], scale float32 [M]) of x [M, K], rows may be strided.
 
-    `dtype`: another one for the rounded values, for tests where there is no e4m3.
+    `dtype`: another one for the rounded values, for tests where there is no e4m3. `arranged`: in
+    the order of `e4m3_weight.arrange`.
     """
     assert x.stride(1) == 1, x.stride()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     if x.shape[0]:
-        quantize_rows_launch(out, scales, x).run()
+        quantize_rows_launch(out, scales, x, arranged=arranged).run()
     return out, scales
 
 

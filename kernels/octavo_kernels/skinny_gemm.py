@@ -15,7 +15,8 @@ and a product over `scaled` that is given those sums multiplies each row by its 
 end: an RMSNorm's row factor commutes with the product, so x travels to the tensor cores
 untouched. `gated`: out = silu(gate) * up of a weight [2 I, K] whose first half is the gate. Each
 rounds once where the separate operations round, but for the norm, whose row factor is applied in
-float32. M rows, N outputs, K inputs.
+float32. M rows, N outputs, K inputs. A weight is a matrix, or 8-bit floats or 4-bit codes that are
+widened on their way (`skinny_weight`); x is never rounded to fewer bits.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo_kernels.launch import Launch, cdiv, next_power_of_2, offset64
+from octavo_kernels.skinny_products import product
 from octavo_kernels.skinny_tiles import Config, tile_rows
+from octavo_kernels.skinny_weight import DENSE, E4M3, Weight, operands
+from octavo_kernels.w4_weight import TILE_K, W4Weight
 
 
 class Scratch:
@@ -36,7 +40,7 @@ class Scratch:
     Tickets are zero between launches: the last arriver puts its tile's back.
     """
 
-    def __init__(self, device: torch.device, *, num_parts: int = 1 << 21) -> None:
+    def __init__(self, device: torch.device, *, num_parts: int = 1 << 22) -> None:
         self.parts = torch.empty(num_parts, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(4096, dtype=torch.int32, device=device)
 
@@ -52,39 +56,6 @@ def _prefetch(pointers):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def _product(
-    acc,
-    weight,
-    x,
-    n,
-    m,
-    num_n,
-    num_m,
-    num_k,
-    stride_x,
-    k_begin,
-    k_end,
-    EVEN_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """acc [TILE_N, TILE_M] plus the product over [k_begin, k_end)."""
-    k = tl.arange(0, TILE_K)
-    weight_rows = weight + offset64(n, num_k)[:, None] + k[None, :]
-    x_rows = x + m[None, :] * stride_x + k[:, None]
-    for start in tl.range(k_begin, k_end, TILE_K, num_stages=STAGES):
-        if EVEN_N:
-            w = tl.load(weight_rows + start, eviction_policy="evict_first")
-        else:
-            mask = (n < num_n)[:, None]
-            w = tl.load(weight_rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        value = tl.load(x_rows + start, mask=(m < num_m)[None, :], other=0.0)
-        acc = tl.dot(w, value, acc, input_precision=PRECISION)
-    return acc
 
 
 @triton.jit
@@ -104,7 +75,8 @@ def _gather_parts(
 def _skinny_gemm_kernel(
     out,  # [M, N]
     x,
-    weight,  # [N, K] or, gated, [2 N, K]
+    weight,  # [N, K] or, gated, [2 N, K]; in FORM
+    factors,  # E4M3: scales [N] float32; W4: its groups
     bias,
     squares_in,  # [SQUARES_IN, M] float32: sums of squares, by the tiles of who wrote x
     residual,
@@ -116,8 +88,11 @@ def _skinny_gemm_kernel(
     num_m,
     num_n,  # of the output: gated, half the weight's rows
     num_k,
+    padded_n,  # of W4
     stride_x,
     eps,
+    norm_scale,
+    FORM: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -125,12 +100,19 @@ def _skinny_gemm_kernel(
     STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     GATED: tl.constexpr,
+    JOINT: tl.constexpr,  # gate and up in one loop
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SQUARES_IN: tl.constexpr,
     SQUARES_IN_PAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUNS_PER_GROUP: tl.constexpr,
+    ONE: tl.constexpr,
+    ASM: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile_n = tl.program_id(0) // SPLIT
@@ -147,23 +129,26 @@ def _skinny_gemm_kernel(
     if PDL:
         # The weight is nobody's result: its first tile travels while the steps before end. More
         # tiles than one gained nothing.
-        lines = tl.arange(0, max(TILE_K // 64, 1)) * 64
-        _prefetch(weight + offset64(n, num_k)[:, None] + k_begin + lines[None, :])
+        if FORM == DENSE:
+            lines = tl.arange(0, max(TILE_K // 64, 1)) * 64
+            _prefetch(weight + offset64(n, num_k)[:, None] + k_begin + lines[None, :])
+        elif FORM == E4M3:
+            _prefetch(weight + offset64(n, num_k // 4) + k_begin // 4)
+        else:
+            _prefetch(weight + (k_begin // 128 * padded_n + n) * 16)
         gdc_wait()
         gdc_launch_dependents()
 
-    acc = tl.zeros([TILE_N, TILE_M], tl.float32)
-    acc = _product(
-        *(acc, weight, x, n, m, num_n, num_m, num_k, stride_x, k_begin, k_end),
-        *(EVEN_N, TILE_K, STAGES, PRECISION),
+    acc, up = product(  # pyright: ignore[reportGeneralTypeIssues] - kernels may return pairs
+        *(weight, factors, x, n, m, num_n, num_m, num_k, padded_n, stride_x),
+        *(num_n, k_begin, k_end, FORM, JOINT, TILE_N, TILE_M, EVEN_N, TILE_K, STAGES, PRECISION),
+        *(GROUP, RUNS_PER_GROUP, ONE, ASM, CODE, SCALE),
     )
-    up = acc
-    if GATED:
-        up = tl.zeros([TILE_N, TILE_M], tl.float32)
-        up_weight = weight + offset64(num_n, num_k)
-        up = _product(
-            *(up, up_weight, x, n, m, num_n, num_m, num_k, stride_x, k_begin, k_end),
-            *(EVEN_N, TILE_K, STAGES, PRECISION),
+    if GATED and not JOINT:
+        up, _ = product(
+            *(weight, factors, x, n + num_n, m, 2 * num_n, num_m, num_k, padded_n, stride_x),
+            *(num_n, k_begin, k_end, FORM, False, TILE_N, TILE_M, EVEN_N, TILE_K, STAGES),
+            *(PRECISION, GROUP, RUNS_PER_GROUP, ONE, ASM, CODE, SCALE),
         )
 
     if SPLIT > 1:
@@ -188,7 +173,7 @@ def _skinny_gemm_kernel(
         squares_mask = (tiles < SQUARES_IN)[:, None] & (m < num_m)[None, :]
         at = squares_in + tiles[:, None] * num_m + m[None, :]
         squares = tl.sum(tl.load(at, mask=squares_mask, other=0.0), axis=0)
-        inverse_rms = tl.rsqrt(squares / num_k + eps)[None, :]
+        inverse_rms = (norm_scale * tl.rsqrt(squares / num_k + eps))[None, :]
         acc *= inverse_rms
         up *= inverse_rms
     dtype = out.dtype.element_ty
@@ -217,13 +202,14 @@ def _skinny_gemm_kernel(
 def skinny_gemm_launch(
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     scratch: Scratch,
     config: Config,
     *,
     bias: Tensor | None = None,
     squares_in: Tensor | None = None,
     eps: float = 0.0,
+    norm_scale: float = 1.0,
     residual: Tensor | None = None,
     next_norm: Tensor | None = None,
     scaled: Tensor | None = None,
@@ -231,8 +217,9 @@ def skinny_gemm_launch(
     gated: bool = False,
     pdl: bool = False,
 ) -> Launch:
+    own = operands(weight, x.dtype)
     num_m, num_k = x.shape
-    num_n = weight.shape[0] // (2 if gated else 1)
+    num_n = own.num_n // (2 if gated else 1)
     tile_m = tile_rows(num_m)
     num_tiles = cdiv(num_n, config.tile_n) * cdiv(num_m, tile_m)
     if config.split_k > 1:
@@ -249,13 +236,15 @@ def skinny_gemm_launch(
         kernel=_skinny_gemm_kernel,
         grid=(cdiv(num_n, config.tile_n) * config.split_k, cdiv(num_m, tile_m)),
         args=(
-            *(out, x, weight, or_any(bias)),
+            *(out, x, own.values, or_any(own.factors), or_any(bias)),
             scratch.parts if squares_in is None else squares_in,
             *(or_any(residual), or_any(next_norm), or_any(scaled)),
             scratch.parts if squares_out is None else squares_out,
-            *(scratch.parts, scratch.tickets, num_m, num_n, num_k, x.stride(0), eps),
+            *(scratch.parts, scratch.tickets, num_m, num_n, num_k, own.padded_n),
+            *(x.stride(0), eps, norm_scale),
         ),
-        constants={
+        constants=own.constants
+        | {
             "TILE_N": config.tile_n,
             "TILE_M": tile_m,
             "TILE_K": config.tile_k,
@@ -263,6 +252,7 @@ def skinny_gemm_launch(
             "STAGES": config.num_stages,
             "EVEN_N": num_n % config.tile_n == 0,
             "GATED": gated,
+            "JOINT": gated and config.joint,
             "HAS_BIAS": bias is not None,
             "HAS_NORM": squares_in is not None,
             "HAS_RESIDUAL": residual is not None,
@@ -290,20 +280,22 @@ class Sum(NamedTuple):
 
 def skinny_gemm(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     scratch: Scratch,
     config: Config,
     *,
     bias: Tensor | None = None,
     squares: Tensor | None = None,
     eps: float = 0.0,
+    norm_scale: float = 1.0,
     gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """x [M, K] times weight [N, K] of one dtype: [M, N]; K a multiple of the config's tile.
+    """x [M, K] times weight [N, K]: [M, N]; K a multiple of the config's tile.
 
-    `squares`: x is `Sum.scaled`, these are its `Sum.squares`; the product is then that of the
-    RMSNorm with `eps`. `gated`: weight is [2 N, K].
+    A matrix is of x's dtype. `squares`: x is `Sum.scaled`, these are its `Sum.squares`; the
+    product is then that of the RMSNorm with `eps`, times `norm_scale`. `gated`: weight is
+    [2 N, K]; 4-bit codes then want N to be a multiple of the config's tile.
     """
     num_n = _check(x, weight, config, gated=gated)
     out = torch.empty(x.shape[0], num_n, dtype=x.dtype, device=x.device)
@@ -312,6 +304,7 @@ def skinny_gemm(
         bias=bias,
         squares_in=squares,
         eps=eps,
+        norm_scale=norm_scale,
         gated=gated,
         pdl=pdl,
     ).run()
@@ -320,7 +313,7 @@ def skinny_gemm(
 
 def skinny_gemm_add(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     scratch: Scratch,
     config: Config,
     residual: Tensor,
@@ -353,15 +346,20 @@ def skinny_gemm_add(
     return done
 
 
-def _check(x: Tensor, weight: Tensor, config: Config, *, gated: bool) -> int:
+def _check(x: Tensor, weight: Weight, config: Config, *, gated: bool) -> int:
     """The number of outputs."""
-    num_k = x.shape[1]
-    assert weight.shape[1] == num_k, (x.shape, weight.shape)
-    assert num_k % config.tile_k == 0, (num_k, config)
-    assert x.dtype == weight.dtype
+    own = operands(weight, x.dtype)
+    num_n = own.num_n // (2 if gated else 1)
+    assert x.shape[1] == own.num_k, (x.shape, own.num_k)
+    assert own.num_k % config.tile_k == 0, (own.num_k, config)
     assert x.stride(1) == 1
-    assert weight.is_contiguous()
-    return weight.shape[0] // (2 if gated else 1)
+    if isinstance(weight, Tensor):
+        assert x.dtype == weight.dtype
+        assert weight.is_contiguous()
+    elif isinstance(weight, W4Weight):
+        assert config.tile_k == TILE_K, config
+        assert not gated or num_n % config.tile_n == 0, (num_n, config)
+    return num_n
 
 
 def skinny_gemm_reference(

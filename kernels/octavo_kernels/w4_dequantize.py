@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo_kernels.launch import Launch, offset64
-from octavo_kernels.w4_codes import constants, load_groups, load_words, whole_run
+from octavo_kernels.w4_codes import constants, load_groups, load_words, whole_runs
 from octavo_kernels.w4_weight import RUNS, W4Weight
 
 _TILE_N = 128  # what N' is a multiple of
@@ -39,9 +39,8 @@ def _dequantize_kernel(
         k = tile * 128 + run * 32
         if run % RUNS_PER_GROUP == 0:
             scale, zero = load_groups(groups, k // GROUP, row, padded_n, SCALE)
-        weight = (
-            whole_run(tile_words, run, zero, ONE, tl.float16, ASM).to(tl.float32) * scale[:, None]
-        )
+        codes = whole_runs(tile_words, zero, run, 1, ONE, tl.float16, ASM)
+        weight = codes.to(tl.float32) * scale[:, None]
         target = out + offset64(row, in_size)[:, None] + (k + column)[None, :]
         mask = (row < out_size)[:, None] & (k + column < in_size)[None, :]
         tl.store(target, weight.to(out.dtype.element_ty), mask=mask)

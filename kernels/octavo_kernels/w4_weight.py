@@ -26,7 +26,7 @@ _WORDS = TILE_K // 8  # of a row in a tile
 _PAD_N = 128
 _MAX_ZERO = 16  # what GPTQ's first convention stores as 15
 # Of the products that share `arrivals`: the least rows of W in a tile, the most tiles of M.
-MIN_TILE_N = 32
+MIN_TILE_N = 64
 MAX_ROW_TILES = 2
 
 

@@ -1,16 +1,24 @@
 """What a fused decode step must fulfil, on whatever device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from octavo_kernels.e4m3_weight import arrange
+from octavo_kernels.w4_weight import pack
+from octavo_kernels.w4a16 import matmul
 from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.backends import Backend
 from octavo_worker.backends.fused_decode import FusedDecode
 from octavo_worker.models import Model
+from octavo_worker.models.fp8_linear import Fp8Linear
+from octavo_worker.models.linear import DenseLinear, Linear
+from octavo_worker.models.quant_linear import PackedPiece, PlainPiece, QuantLinear, W4Kernels
+from octavo_worker.quant.fp8 import E4M3, E4M3_MAX, ExactProduct
 from tests.unit.gpu_worker.dense_backend import PagedRun
 
 KVCaches = list[tuple[Tensor, Tensor]]
@@ -72,6 +80,51 @@ def check_step(step: LaterStep, *, pdl: bool = False, tolerance: float = 1e-4) -
             torch.testing.assert_close(
                 mine[1:].float(), theirs[1:].float(), rtol=tolerance, atol=tolerance, equal_nan=True
             )
+
+
+def narrow(model: Model, form: str) -> Callable[[], None]:
+    """Rounds the weights of a model's linear layers to what `form` can hold, "e4m3" or "w4", and
+    gives the call that puts layers in their place which store them so."""
+    calls: list[Callable[[], None]] = []
+    for layer in model.layers:
+        places = ((layer, "qkv"), (layer, "o"), (layer.mlp, "gate_up"), (layer.mlp, "down"))
+        for owner, name in places:
+            dense = getattr(owner, name)
+            linear, twin = _NARROWED[form](dense)
+            dense.weight.copy_(twin)
+            calls.append(partial(setattr, owner, name, linear))
+
+    def install() -> None:
+        for call in calls:
+            call()
+
+    return install
+
+
+def _e4m3(dense: DenseLinear) -> tuple[Linear, Tensor]:
+    scales = _power_of_2(dense.weight.float().abs().amax(-1) / E4M3_MAX)
+    codes = (dense.weight.float() / scales[:, None]).to(E4M3)
+    linear = Fp8Linear(arrange(codes), scales, dense.bias, [], {}, ExactProduct())
+    linear.is_arranged = True
+    return linear, codes.float() * scales[:, None]
+
+
+def _w4(dense: DenseLinear) -> tuple[Linear, Tensor]:
+    groups = dense.weight.float().unflatten(1, (-1, 64))
+    scales = _power_of_2(groups.abs().amax(-1) / 7)
+    codes = (groups / scales[:, :, None]).round() + 8
+    weight = pack(codes.flatten(1).byte(), scales, torch.full_like(scales, 8), 64)
+    linear = QuantLinear([], {}, dense.bias, PlainPiece)  # type: ignore[arg-type]
+    linear.pieces = (PackedPiece(W4Kernels(pack, matmul), weight, None),)
+    return linear, ((codes - 8) * scales[:, :, None]).flatten(1)
+
+
+def _power_of_2(scales: Tensor) -> Tensor:
+    """At least as large: the rounded weights then are numbers of any float."""
+    return torch.exp2(torch.ceil(torch.log2(scales)))
+
+
+_NARROWED = {"e4m3": _e4m3, "w4": _w4}
 
 
 def _copied(caches: KVCaches) -> KVCaches:

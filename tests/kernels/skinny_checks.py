@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo_kernels import e4m3_weight
+from octavo_kernels.e4m3_weight import E4m3Weight
+from octavo_kernels.fp8_gemm import quantize_rows_reference
 from octavo_kernels.skinny_gemm import (
     Scratch,
     skinny_gemm,
@@ -13,6 +16,8 @@ from octavo_kernels.skinny_gemm import (
     skinny_gemm_reference,
 )
 from octavo_kernels.skinny_tiles import Config
+from octavo_kernels.skinny_weight import Weight
+from tests.kernels import w4a16_checks
 from tests.kernels.cases import normal, poisoned_outputs
 from tests.kernels.checks import EPS
 
@@ -24,7 +29,11 @@ FACTORS: dict[str, Any] = {
     "is_gated": (False, True),
     "has_bias": (False, True),
     "has_norm": (False, True),
+    "form": ("dense",),
+    "joint": (False, True),
 }
+# Weights in 8-bit floats, and in 4-bit codes with groups of so many inputs (-1: of all).
+NARROW = FACTORS | {"num_n": (64, 192), "form": ("e4m3", 32, 64, 128, -1)}
 
 
 def check_skinny_gemm(case: dict[str, Any], config: Config, device: str) -> None:
@@ -33,7 +42,7 @@ def check_skinny_gemm(case: dict[str, Any], config: Config, device: str) -> None
     dtype = case["dtype"]
     height = num_n * (2 if case["is_gated"] else 1)
     x = normal(num_rows, num_k, dtype=dtype, device=device, seed=60)
-    weight = normal(height, num_k, dtype=dtype, device=device, seed=61) * num_k**-0.5
+    weight, twin = weight_of(case, height, device)
     bias = normal(height, dtype=dtype, device=device, seed=62) if case["has_bias"] else None
     squares = None
     if case["has_norm"]:
@@ -43,10 +52,10 @@ def check_skinny_gemm(case: dict[str, Any], config: Config, device: str) -> None
     options = {"bias": bias, "squares": squares, "eps": EPS, "gated": case["is_gated"]}
     with poisoned_outputs():
         out = skinny_gemm(x, weight, scratch, config, **options)
-    expected = skinny_gemm_reference(x, weight, **options)
+    expected = skinny_gemm_reference(x, twin, **options)
     if dtype == torch.float32:
         options["bias"] = None if bias is None else bias.abs()
-        magnitudes = skinny_gemm_reference(x.abs(), weight.abs(), **options)
+        magnitudes = skinny_gemm_reference(x.abs(), twin.abs(), **options)
         _assert_summed(out, expected, magnitudes, num_k, is_gated=case["is_gated"])
     else:
         _assert_rounded(out, expected, is_gated=case["is_gated"])
@@ -57,16 +66,16 @@ def check_skinny_gemm_add(case: dict[str, Any], config: Config, device: str) -> 
     num_rows, num_n, num_k = case["num_rows"], case["num_n"], case["num_k"]
     dtype = case["dtype"]
     x = normal(num_rows, num_k, dtype=dtype, device=device, seed=63)
-    weight = normal(num_n, num_k, dtype=dtype, device=device, seed=64) * num_k**-0.5
+    weight, twin = weight_of(case, num_n, device)
     residual = normal(num_rows, num_n, dtype=dtype, device=device, seed=65)
     norm = normal(num_n, dtype=dtype, device=device, seed=66)
     before = residual.clone()
     scratch = Scratch(x.device)
     with poisoned_outputs():
         done = skinny_gemm_add(x, weight, scratch, config, residual, norm)
-    total, _, _ = skinny_gemm_add_reference(x, weight, residual, norm)
+    total, _, _ = skinny_gemm_add_reference(x, twin, residual, norm)
     if dtype == torch.float32:
-        absolute = (x.abs(), weight.abs(), residual.abs(), norm)
+        absolute = (x.abs(), twin.abs(), residual.abs(), norm)
         _assert_summed(done.total, total, skinny_gemm_add_reference(*absolute)[0], num_k)
     else:
         # The product's last bit may differ, and the sum rounds once more.
@@ -77,6 +86,21 @@ def check_skinny_gemm_add(case: dict[str, Any], config: Config, device: str) -> 
     torch.testing.assert_close(done.squares.sum(0), squares, rtol=1e-4, atol=1e-4)
     assert torch.equal(residual, before)
     assert not scratch.tickets.any()
+
+
+def weight_of(case: dict[str, Any], num_n: int, device: str) -> tuple[Weight, Tensor]:
+    """One of the case's form, and the matrix that it stands for."""
+    num_k, form = case["num_k"], case["form"]
+    values = normal(num_n, num_k, dtype=torch.float32, device=device, seed=61) * num_k**-0.5
+    if form == "dense":
+        values = values.to(case["dtype"])
+        return values, values
+    if form == "e4m3":
+        rounded, scales = quantize_rows_reference(values)
+        twin = rounded.float() * scales[:, None]
+        return E4m3Weight.of(e4m3_weight.arrange(rounded), scales), twin
+    layer = w4a16_checks.quantized(num_n, num_k, num_k if form < 0 else form, device=device)
+    return layer.pack(), layer.formula()
 
 
 # A unit in the last place, relative.

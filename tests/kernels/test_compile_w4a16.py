@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo_kernels import launch
 from octavo_kernels.w4_dequantize import dequantize_launch
 from octavo_kernels.w4_weight import W4Weight
-from octavo_kernels.w4a16 import gemm_launch, gemv_launch
+from octavo_kernels.w4a16 import gemm_launch
 from tests.kernels.compiled import MAX_SHARED_BYTES, Resources, compile_launch
 
 SLOW = pytest.mark.slow
@@ -22,7 +23,6 @@ GEMMS = [
     pytest.param(192, 256, torch.bfloat16, marks=SLOW),
 ]
 CAPABILITIES = [90, pytest.param(80, marks=SLOW)]
-GEMVS = [(1, 128, torch.bfloat16), pytest.param(2, 32, torch.float16, marks=SLOW)]
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -49,7 +49,14 @@ def _check(used: Resources, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("num_rows", "group_size", "dtype"), GEMMS)
-def test_gemm(num_rows: int, group_size: int, dtype: torch.dtype, capability: int) -> None:
+def test_gemm(
+    num_rows: int,
+    group_size: int,
+    dtype: torch.dtype,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "_DEFAULT_CAPABILITY", capability)
     x, out = _meta(num_rows, 4096, dtype=dtype), _meta(num_rows, 6144, dtype=dtype)
     used = compile_launch(gemm_launch(out, x, _weight(group_size)), capability)
     _check(used, capability)
@@ -68,15 +75,6 @@ def _loop(ptx: str) -> str:
     return ptx[ptx.index("lop3.b32") : ptx.rindex("lop3.b32")]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("num_rows", "group_size", "dtype"), GEMVS)
-def test_gemv(num_rows: int, group_size: int, dtype: torch.dtype, capability: int) -> None:
-    x, out = _meta(num_rows, 4096, dtype=dtype), _meta(num_rows, 6144, dtype=dtype)
-    used = compile_launch(gemv_launch(out, x, _weight(group_size)), capability)
-    _check(used, capability)
-    assert re.search(r"cp\.async\.cg\.shared\.global.*0x10, ", used.ptx)
-
-
 @SLOW
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
 @pytest.mark.parametrize("in_size", [4096, 576])
@@ -91,6 +89,5 @@ def test_dequantize(in_size: int, capability: int) -> None:
 @SLOW
 def test_inputs_that_are_no_multiple_of_a_tile() -> None:
     weight = _weight(64, in_size=576)
-    for launch_of, num_rows in ((gemv_launch, 1), (gemm_launch, 16)):
-        x, y = (_meta(num_rows, size, dtype=torch.bfloat16) for size in (576, 6144))
-        _check(compile_launch(launch_of(y, x, weight), 90), 90)
+    x, y = (_meta(16, size, dtype=torch.bfloat16) for size in (576, 6144))
+    _check(compile_launch(gemm_launch(y, x, weight), 90), 90)

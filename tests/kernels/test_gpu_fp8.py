@@ -43,7 +43,10 @@ def test_both_products_are_the_exact_one(
     x = normal(num_rows, in_size, dtype=dtype, device="cuda", seed=53)
     weight = normal(out_size, in_size, dtype=torch.float32, device="cuda", seed=54)
     codes, scales = quantize_rows(weight)
-    y = CudaProduct()(x, codes, scales)
+    product = CudaProduct()
+    arranged = product.arrange(codes)
+    assert (arranged is None) == (in_size == 300)
+    y = product(x, codes if arranged is None else arranged, scales)
     expected = exact_product(x.float(), codes, scales)
     assert y.dtype == dtype
     assert float((y - expected).norm() / expected.norm()) < 5e-3

@@ -7,8 +7,8 @@ import torch
 
 from octavo_worker.backends import choose_backend
 from octavo_worker.backends.fused_decode import FusedDecode
-from octavo_worker.models import load_model
-from tests.kernels.fused_checks import LaterStep, check_step
+from octavo_worker.models import Model, load_model
+from tests.kernels.fused_checks import LaterStep, check_step, narrow
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -25,13 +25,34 @@ def _step(folder: Path, family: str, dtype: str, **overrides: int) -> LaterStep:
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 6e-2)]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_equals_the_separate_operations(
     family: str, dtype: str, tolerance: float, pdl: bool, tmp_path: Path
 ) -> None:
     step = _step(tmp_path, family, dtype)
     with torch.inference_mode():
+        check_step(step, pdl=pdl, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 8e-2)]
+)
+@pytest.mark.parametrize("form", ["e4m3", "w4"])
+def test_narrow_weights(form: str, dtype: str, tolerance: float, pdl: bool, tmp_path: Path) -> None:
+    backend, device = choose_backend("cuda")
+    shape = {"hidden_size": 384, "intermediate_size": 256, "head_dim": 64}
+    model = load_model(save_tiny_model(tmp_path, "llama", **shape), dtype=dtype, device=device)
+    assert isinstance(model, Model)
+    with torch.inference_mode():
+        for layer in model.layers:
+            layer.input_norm.mul_(3.0)
+        install = narrow(model, form)
+        step = LaterStep.of(model, backend, PROMPTS)
+        install()
         check_step(step, pdl=pdl, tolerance=tolerance)
 
 

@@ -16,6 +16,15 @@ FACTORS = skinny_checks.FACTORS | {
     "num_rows": (1, 3, 17, 40, 64, 100, 128),
     "tile_n": (64, 128),
 }
+NARROW = (
+    FACTORS
+    | skinny_checks.NARROW
+    | {
+        "num_rows": FACTORS["num_rows"],
+        "num_n": (128, 256),
+        "dtype": (torch.bfloat16, torch.float16, torch.float32),
+    }
+)
 # (outputs, inputs, gated): of 8B and 0.6B models.
 SHAPES = (
     (6144, 4096, False),
@@ -31,7 +40,7 @@ SHAPES = (
 @pytest.mark.parametrize("case", pairwise(FACTORS, count=40), ids=case_id)
 def test_any_tiles(case: dict[str, Any]) -> None:
     tile_k = 32 if case["dtype"] == torch.float32 else 64
-    config = Config(case["tile_n"], tile_k, case["split_k"], 4, 2)
+    config = Config(case["tile_n"], tile_k, case["split_k"], 4, 2, case["joint"])
     skinny_checks.check_skinny_gemm(case, config, "cuda")
     skinny_checks.check_skinny_gemm_add(case, config, "cuda")
 
@@ -40,6 +49,7 @@ def test_any_tiles(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("num_n", "num_k", "is_gated"), SHAPES)
 def test_chosen_tiles(num_n: int, num_k: int, is_gated: bool, num_rows: int) -> None:
     case = {
+        "form": "dense",
         "num_rows": num_rows,
         "num_n": num_n,
         "num_k": num_k,
@@ -48,7 +58,41 @@ def test_chosen_tiles(num_n: int, num_k: int, is_gated: bool, num_rows: int) -> 
         "has_norm": True,
         "dtype": torch.bfloat16,
     }
-    config = choose_config(num_rows, num_n, num_k, torch.bfloat16, gated=is_gated)
+    weight = torch.empty(num_n * (1 + is_gated), num_k, dtype=torch.bfloat16, device="meta")
+    config = choose_config(num_rows, weight, gated=is_gated)
+    if config is None:
+        assert num_rows > 64
+        return
+    skinny_checks.check_skinny_gemm(case, config, "cuda")
+    if not is_gated:
+        skinny_checks.check_skinny_gemm_add(case, config, "cuda")
+
+
+@pytest.mark.parametrize("case", pairwise(NARROW, count=40), ids=case_id)
+def test_narrow_weights(case: dict[str, Any]) -> None:
+    config = Config(case["tile_n"], 128, case["split_k"], 4, 3, case["joint"])
+    skinny_checks.check_skinny_gemm(case, config, "cuda")
+    skinny_checks.check_skinny_gemm_add(case, config, "cuda")
+
+
+@pytest.mark.parametrize("num_rows", [1, 24, 64, 128])
+@pytest.mark.parametrize("form", ["e4m3", 128])
+@pytest.mark.parametrize(("num_n", "num_k", "is_gated"), SHAPES[:4])
+def test_chosen_tiles_of_narrow_weights(
+    num_n: int, num_k: int, is_gated: bool, form: str | int, num_rows: int
+) -> None:
+    case = {
+        "form": form,
+        "num_rows": num_rows,
+        "num_n": num_n,
+        "num_k": num_k,
+        "is_gated": is_gated,
+        "has_bias": False,
+        "has_norm": True,
+        "dtype": torch.bfloat16,
+    }
+    weight = skinny_checks.weight_of(case, num_n * (1 + is_gated), "cuda")[0]
+    config = choose_config(num_rows, weight, gated=is_gated)
     if config is None:
         assert num_rows > 64
         return

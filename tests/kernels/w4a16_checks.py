@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo_kernels.launch import Launch
 from octavo_kernels.w4_dequantize import dequantize, dequantize_reference
 from octavo_kernels.w4_weight import W4Weight, pack
-from octavo_kernels.w4a16 import Way, gemm_launch, gemv_launch, matmul, matmul_reference
+from octavo_kernels.w4a16 import Way, gemm_launch, matmul, matmul_reference
 from tests.kernels.cases import normal, poisoned_outputs, strided_rows
 
 # Relative to the norm of the result: a rounding of it, and sums in another order.
@@ -76,8 +76,7 @@ def check_w4a16(case: dict[str, Any], device: str) -> None:
     with poisoned_outputs():
         assert torch.equal(dequantize(weight, dtype), layer.formula().to(dtype))
     x = strided_rows(normal(num_rows, in_size, dtype=dtype, device=device, seed=41))
-    ways = [Way.GEMM, Way.DEQUANTIZE] if num_rows > 2 else list(Way)
-    for way in ways:
+    for way in Way:
         with poisoned_outputs():
             y = matmul(x, weight, way=way)
         assert_close(y, matmul_reference(x, weight), way)
@@ -94,11 +93,10 @@ def check_odd_sizes(device: str) -> None:
     """K that is no multiple of a tile: one short group, one long, many; and strange N."""
     for out_size, in_size, group_size in ((1, 32, 32), (5, 96, 96), (130, 160, 32), (3, 576, 64)):
         weight = quantized(out_size, in_size, group_size, device=device).pack()
-        for way in (Way.GEMV, Way.GEMM):
-            x = normal(2, in_size, dtype=torch.float32, device=device, seed=42)
-            with poisoned_outputs():
-                y = matmul(x, weight, way=way)
-            assert_close(y, matmul_reference(x, weight), (out_size, in_size, way))
+        x = normal(2, in_size, dtype=torch.float32, device=device, seed=42)
+        with poisoned_outputs():
+            y = matmul(x, weight, way=Way.GEMM)
+        assert_close(y, matmul_reference(x, weight), (out_size, in_size))
 
 
 def check_columns_alone(device: str) -> None:
@@ -108,7 +106,6 @@ def check_columns_alone(device: str) -> None:
     expected = layer.formula().t().half()
     weight = layer.pack()
     assert torch.equal(matmul(x, weight, way=Way.GEMM), expected)
-    assert torch.equal(matmul(x[37:39], weight, way=Way.GEMV), expected[37:39])
 
 
 def check_no_rows(device: str) -> None:
@@ -117,7 +114,7 @@ def check_no_rows(device: str) -> None:
     assert matmul(x, weight).shape == (0, 16)
 
 
-def launch_of(way: Way, out: Tensor, x: Tensor, weight: W4Weight, *, twin: bool) -> Launch:
+def launch(out: Tensor, x: Tensor, weight: W4Weight, *, twin: bool) -> Launch:
     """`twin`: plain Triton in place of the assembly."""
-    launch = (gemv_launch if way is Way.GEMV else gemm_launch)(out, x, weight)
+    launch = gemm_launch(out, x, weight)
     return replace(launch, constants=launch.constants | {"ASM": ""}) if twin else launch

@@ -11,6 +11,7 @@ Entry points: `FusedDecode.of`, `FusedDecode.forward`, `FusedDecode.logits`.
 S rows, Hid hidden size, V vocabulary.
 """
 
+import math
 from typing import NamedTuple, Self
 
 import torch
@@ -24,12 +25,12 @@ from octavo_kernels.rms_norm import add_rms_norm, rms_norm
 from octavo_kernels.rope_and_cache import rope_and_store
 from octavo_kernels.sample import sample
 from octavo_kernels.skinny_gemm import Scratch, skinny_gemm, skinny_gemm_add
-from octavo_kernels.skinny_tiles import Config, choose_config
 from octavo_worker.attention_inputs import StepInputs
 from octavo_worker.backends.cuda import kernels_scales
+from octavo_worker.backends.folded_linear import FoldedLinear
 from octavo_worker.models.config import Activation
 from octavo_worker.models.decoder import Layer, Model, split_heads
-from octavo_worker.models.linear import DenseLinear, Linear
+from octavo_worker.models.linear import DenseLinear
 from octavo_worker.models.mlp import GatedMlp
 from octavo_worker.rows import RowTensors
 
@@ -47,6 +48,25 @@ class _Stream(NamedTuple):
     squares: Tensor | None = None
 
 
+class _Norm(NamedTuple):
+    """A norm's weight, and as it is folded into the product before it."""
+
+    weight: Tensor
+    folded: Tensor
+
+
+class _Layer(NamedTuple):
+    """A decoder layer's products; `next_norm`: of the layer after it, or the final one."""
+
+    attention: Layer
+    qkv: FoldedLinear
+    o: FoldedLinear
+    gate_up: FoldedLinear
+    down: FoldedLinear
+    mlp_norm: _Norm
+    next_norm: _Norm
+
+
 class FusedDecode:
     """One model's decode step. `pdl`: let each kernel start before its predecessor has ended."""
 
@@ -54,36 +74,50 @@ class FusedDecode:
         self._model = model
         self._pdl = pdl
         self._eps = model.config.rms_norm_eps
-        self._head = DenseLinear(model.lm_head, None, {})
+        self._head = FoldedLinear(DenseLinear(model.lm_head, None, {}))
         self._scratch = Scratch(model.device)
+        self._norm_scale = _norm_scale(model)
+        self._first_norm = self._norm(model.layers[0].input_norm)
+        next_norms = [layer.input_norm for layer in model.layers[1:]] + [model.final_norm]
+        self._layers = [
+            self._layer(layer, next_norm)
+            for layer, next_norm in zip(model.layers, next_norms, strict=True)
+        ]
+
+    def _layer(self, layer: Layer, next_norm: Tensor) -> _Layer:
+        mlp = layer.mlp
+        assert isinstance(mlp, GatedMlp)
+        return _Layer(
+            attention=layer,
+            qkv=FoldedLinear(layer.qkv),
+            o=FoldedLinear(layer.o),
+            gate_up=FoldedLinear(mlp.gate_up),
+            down=FoldedLinear(mlp.down),
+            mlp_norm=self._norm(layer.post_attention_norm),
+            next_norm=self._norm(next_norm),
+        )
+
+    def _norm(self, weight: Tensor) -> _Norm:
+        scale = self._norm_scale
+        return _Norm(weight, weight if scale == 1.0 else weight / scale)
 
     @classmethod
     def of(cls, model: Model, *, pdl: bool) -> Self | None:
         """None if the model has anything that isn't folded."""
         config = model.config
         if (
-            config.dtype == torch.float16  # the residual stream times a norm's weight may overflow
-            or config.offset_norms
+            config.offset_norms
             or config.activation is not Activation.SILU
             or config.embed_scale is not None
             or config.final_soft_cap is not None
             or model.is_shared
         ):
             return None
-        for layer in model.layers:
-            is_plain = (
-                isinstance(layer.qkv, DenseLinear)
-                and isinstance(layer.o, DenseLinear)
-                and type(layer.mlp) is GatedMlp
-                and isinstance(layer.mlp.gate_up, DenseLinear)
-                and isinstance(layer.mlp.down, DenseLinear)
-                and layer.o.bias is None
-                and layer.mlp.down.bias is None
-                and layer.after_attention_norm is None
-            )
-            if not is_plain:
-                return None
-        return cls(model, pdl=pdl)
+        is_plain = all(
+            type(layer.mlp) is GatedMlp and layer.after_attention_norm is None
+            for layer in model.layers
+        )
+        return cls(model, pdl=pdl) if is_plain else None
 
     def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> _Stream:
         """Run a step that only decodes; what `logits` takes."""
@@ -96,18 +130,14 @@ class FusedDecode:
             )
             for window in {layer.options.window for layer in model.layers}
         }
-        next_norms = [layer.input_norm for layer in model.layers[1:]] + [model.final_norm]
-        layers = zip(model.layers, next_norms, kv_caches, strict=True)
-        for layer, next_norm, (k_cache, v_cache) in layers:
-            mlp = layer.mlp
-            assert isinstance(mlp, GatedMlp)
-            qkv, residual = self._norm_product(stream, layer.input_norm, layer.qkv)
-            mixed = self._attend(layer, qkv, inputs, k_cache, v_cache, works)
-            stream = self._add_product(mixed, layer.o, residual, layer.post_attention_norm)
-            inner, residual = self._norm_product(
-                stream, layer.post_attention_norm, mlp.gate_up, gated=True
-            )
-            stream = self._add_product(inner, mlp.down, residual, next_norm)
+        norm = self._first_norm
+        for layer, (k_cache, v_cache) in zip(self._layers, kv_caches, strict=True):
+            qkv, residual = self._norm_product(stream, norm, layer.qkv)
+            mixed = self._attend(layer.attention, qkv, inputs, k_cache, v_cache, works)
+            stream = self._add_product(mixed, layer.o, residual, layer.mlp_norm)
+            inner, residual = self._norm_product(stream, layer.mlp_norm, layer.gate_up, gated=True)
+            stream = self._add_product(inner, layer.down, residual, layer.next_norm)
+            norm = layer.next_norm
         return stream
 
     def step(
@@ -130,7 +160,7 @@ class FusedDecode:
 
     def logits(self, stream: _Stream) -> Tensor:
         """In the model's dtype [S, V]."""
-        return self._norm_product(stream, self._model.final_norm, self._head)[0]
+        return self._norm_product(stream, self._layers[-1].next_norm, self._head)[0]
 
     def _attend(
         self,
@@ -164,51 +194,57 @@ class FusedDecode:
         return mixed.flatten(1)
 
     def _norm_product(
-        self, stream: _Stream, norm: Tensor, linear: Linear, *, gated: bool = False
+        self, stream: _Stream, norm: _Norm, linear: FoldedLinear, *, gated: bool = False
     ) -> tuple[Tensor, Tensor]:
         """linear(rms_norm(stream)), or silu(gate) * up of it; and the residual stream."""
-        assert isinstance(linear, DenseLinear)
         residual = stream.residual
-        config = self._config(linear, residual.shape[0], gated=gated)
+        config = linear.config(residual.shape[0], gated=gated)
         if config is not None and stream.scaled is not None:
             product = skinny_gemm(
                 *(stream.scaled, linear.weight, self._scratch, config),
                 bias=linear.bias,
                 squares=stream.squares,
                 eps=self._eps,
+                norm_scale=self._norm_scale,
                 gated=gated,
                 pdl=self._pdl,
             )
             return product, residual
         if stream.delta is not None:
-            hidden, residual = add_rms_norm(stream.delta, residual, norm, self._eps)
+            hidden, residual = add_rms_norm(stream.delta, residual, norm.weight, self._eps)
         else:
-            hidden = rms_norm(residual, norm, self._eps)
+            hidden = rms_norm(residual, norm.weight, self._eps)
         if config is not None:
             product = skinny_gemm(
                 *(hidden, linear.weight, self._scratch, config), bias=linear.bias, gated=gated
             )
             return product, residual
-        product = linear(hidden)
+        product = linear.linear(hidden)
         return (silu_mul(product) if gated else product), residual
 
     def _add_product(
-        self, x: Tensor, linear: Linear, residual: Tensor, next_norm: Tensor
+        self, x: Tensor, linear: FoldedLinear, residual: Tensor, next_norm: _Norm
     ) -> _Stream:
         """residual + linear(x)."""
-        assert isinstance(linear, DenseLinear)
-        config = self._config(linear, x.shape[0], gated=False)
+        config = linear.config(x.shape[0], adds=True)
         if config is None:
-            return _Stream(residual, delta=linear(x))
+            return _Stream(residual, delta=linear.linear(x))
         total, scaled, squares = skinny_gemm_add(
-            *(x, linear.weight, self._scratch, config, residual, next_norm), pdl=self._pdl
+            *(x, linear.weight, self._scratch, config, residual, next_norm.folded), pdl=self._pdl
         )
         return _Stream(total, scaled=scaled, squares=squares)
 
-    def _config(self, linear: DenseLinear, num_rows: int, *, gated: bool) -> Config | None:
-        num_n, num_k = linear.weight.shape
-        num_n = num_n // 2 if gated else num_n
-        return choose_config(num_rows, num_n, num_k, linear.weight.dtype, gated=gated)
+
+def _norm_scale(model: Model) -> float:
+    """What folded norm weights are divided by: in float16 the residual stream times a weight above
+    1 might overflow. A power of two, so nothing is rounded."""
+    if model.config.dtype != torch.float16:
+        return 1.0
+    norms = [model.final_norm]
+    for layer in model.layers:
+        norms += [layer.input_norm, layer.post_attention_norm]
+    largest = float(torch.stack(norms).abs().max())
+    return 2.0 ** max(0, math.ceil(math.log2(max(largest, 1.0))))
 
 
 def rows_of(held: RowTensors) -> step_rows.Rows:

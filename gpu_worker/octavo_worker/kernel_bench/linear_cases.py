@@ -1,15 +1,20 @@
-"""Linear layers of Llama 3.1 8B: 4-bit weights by every way, 8-bit floats by two, bf16 by one.
+"""Linear layers of Llama 3.1 8B: as decode steps compute them ("skinny"), and by the other ways:
+4-bit weights by two, 8-bit floats by two, bf16 by one.
 
 Where two ways cross is what `octavo_kernels.w4a16` has in its table. Entry points:
 `linear_cases`, `fastest_ways`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
-from octavo_kernels.fp8_gemm import fp8_gemm, new_arrivals, quantize_rows
+from octavo_kernels.e4m3_weight import E4m3Weight
+from octavo_kernels.fp8_gemm import E4M3, fp8_gemm, new_arrivals, quantize_rows
+from octavo_kernels.skinny_gemm import Scratch, skinny_gemm
+from octavo_kernels.skinny_tiles import choose_config
+from octavo_kernels.skinny_weight import Weight
 from octavo_kernels.w4_dequantize import dequantize
 from octavo_kernels.w4_weight import W4Weight, pack
 from octavo_kernels.w4a16 import Way, matmul
@@ -28,7 +33,7 @@ _ITEM = 2
 
 
 def linear_cases() -> list[Case]:
-    return [*_w4_cases(), *_fp8_cases(), *_dense_cases()]
+    return [*_skinny_cases(), *_w4_cases(), *_fp8_cases(), *_dense_cases()]
 
 
 def w4_bytes(out_size: int, in_size: int) -> int:
@@ -36,12 +41,78 @@ def w4_bytes(out_size: int, in_size: int) -> int:
     return out_size * in_size // 2 + out_size * (in_size // _GROUP) * 4
 
 
+def _skinny_cases() -> Iterator[Case]:
+    for form, make_weight in _FORMS.items():
+        for layer in LAYERS:
+            for num_rows in (1, 8, 32, 64, 128):
+                if (case := _skinny(form, make_weight, layer, num_rows)) is not None:
+                    yield case
+
+
+def _skinny(
+    form: str, make_weight: Callable[[int, int], Weight], layer: str, num_rows: int
+) -> Case | None:
+    """None where decode steps take another product. gate_up with silu(gate) * up."""
+    out_size, in_size = LAYERS[layer]
+    gated = layer == "gate_up"
+    width = out_size // 2 if gated else out_size
+    with torch.device("meta"):
+        config = choose_config(num_rows, make_weight(out_size, in_size), gated=gated)
+    if config is None:
+        return None
+    num_bytes = weight_bytes(form, out_size, in_size) + num_rows * (in_size + width) * _ITEM
+
+    def make() -> list[Call]:
+        scratch = Scratch(torch.device("cuda"))
+        return [call(scratch) for _ in range(num_sets(num_bytes))]
+
+    def call(scratch: Scratch) -> Call:
+        with torch.device("cuda"):
+            weight = make_weight(out_size, in_size)
+        x = _random(num_rows, in_size)
+        return lambda: skinny_gemm(x, weight, scratch, config, gated=gated)
+
+    name = f"skinny {form} {layer} {num_rows}"
+    return Case(name, num_bytes, 2 * num_rows * out_size * in_size, make)
+
+
+def weight_bytes(form: str, out_size: int, in_size: int) -> int:
+    """With its scales."""
+    if form == "w4":
+        return w4_bytes(out_size, in_size)
+    return out_size * (in_size + 4) if form == "e4m3" else out_size * in_size * _ITEM
+
+
+def _bf16_weight(out_size: int, in_size: int) -> Weight:
+    return torch.randn(out_size, in_size, dtype=torch.bfloat16)
+
+
+def _e4m3_weight(out_size: int, in_size: int) -> Weight:
+    values = torch.randn(out_size, in_size).clamp_(-4, 4).to(E4M3)
+    return E4m3Weight.of(values, torch.rand(out_size))
+
+
+def _w4_weight(out_size: int, in_size: int) -> Weight:
+    return W4Weight(
+        words=torch.randint(-(2**31), 2**31 - 1, (in_size // 128, out_size, 16), dtype=torch.int32),
+        # Scales of 0.0078 in float16, zeros of 8.
+        groups=torch.full((in_size // _GROUP, out_size), 8 << 16 | 0x2000, dtype=torch.int32),
+        arrivals=torch.zeros(1, dtype=torch.int32),
+        out_size=out_size,
+        in_size=in_size,
+        group_size=_GROUP,
+        scale_dtype=torch.float16,
+    )
+
+
+_FORMS = {"bf16": _bf16_weight, "e4m3": _e4m3_weight, "w4": _w4_weight}
+
+
 def _w4_cases() -> Iterator[Case]:
     for layer, (out_size, in_size) in LAYERS.items():
         for num_rows in _NUM_ROWS:
             for way in Way:
-                if way is not Way.GEMV or num_rows <= 2:
-                    yield _w4(layer, out_size, in_size, num_rows, way)
+                yield _w4(layer, out_size, in_size, num_rows, way)
         num_bytes = w4_bytes(out_size, in_size) + out_size * in_size * _ITEM
         yield _dequantize(layer, out_size, in_size, num_bytes)
 

@@ -119,7 +119,10 @@ def _checked(stored: Tensor) -> Tensor:
 
 
 class Fp8Linear:
-    """weight e4m3 [N, K], scales float32 [N], bias [N] or None."""
+    """weight e4m3 [N, K], scales float32 [N], bias [N] or None.
+
+    `is_arranged`: the weight's inputs lie in the order that the product wants, not in their own.
+    """
 
     def __init__(
         self,
@@ -130,28 +133,33 @@ class Fp8Linear:
         slots: dict[str, Slot],
         product: ScaledProduct,
     ) -> None:
-        self._weight = weight
-        self._scales = scales
-        self._bias = bias
+        self.weight = weight
+        self.scales = scales
+        self.bias = bias
+        self.is_arranged = False
         self._parts = parts
         self._slots = slots
         self._product = product
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._product(x, self._weight, self._scales)
-        return y if self._bias is None else y + self._bias
+        y = self._product(x, self.weight, self.scales)
+        return y if self.bias is None else y + self.bias
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         yield from self._slots.items()
 
     def finish(self) -> None:
+        """Called once, when all is loaded."""
         for part in self._parts:
             part.finish()
-        self._slots = {}
+        self._parts, self._slots = [], {}
+        arranged = self._product.arrange(self.weight)
+        if arranged is not None:
+            self.weight, self.is_arranged = arranged, True
 
     def num_bytes(self) -> int:
-        bias = 0 if self._bias is None else self._bias.nbytes
-        return self._weight.nbytes + self._scales.nbytes + bias
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.weight.nbytes + self.scales.nbytes + bias
 
 
 class Fp8Maker:

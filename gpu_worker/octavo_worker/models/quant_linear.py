@@ -179,7 +179,7 @@ class QuantLinear:
         """`biases`: the slots of all stored biases, by name; `bias` [N]: where they are."""
         self._parts = parts
         self._biases = biases
-        self._bias = bias
+        self.bias = bias
         self._make_piece = make_piece
         self.pieces: tuple[Piece, ...] = ()
 
@@ -188,7 +188,7 @@ class QuantLinear:
             y = self.pieces[0](x)
         else:
             y = torch.cat([piece(x) for piece in self.pieces], dim=-1)
-        return y if self._bias is None else y + self._bias
+        return y if self.bias is None else y + self.bias
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         for part in self._parts:
@@ -214,7 +214,7 @@ class QuantLinear:
 
     def num_bytes(self) -> int:
         """Once finished."""
-        bias = 0 if self._bias is None else self._bias.nbytes
+        bias = 0 if self.bias is None else self.bias.nbytes
         return sum(piece.num_bytes() for piece in self.pieces) + bias
 
 

@@ -87,12 +87,26 @@ class ScaledProduct(Protocol):
     """x Wᵀ [T, N] in x's dtype, of x [T, K] rounded to e4m3 and W = weight * scales[:, None]."""
 
     def __call__(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-        """weight: e4m3 [N, K]; scales: float32 [N]."""
+        """weight: e4m3 [N, K], as `arrange` gave it; scales: float32 [N]."""
+        ...
+
+    def arrange(self, weight: Tensor) -> Tensor | None:
+        """The weight [N, K] with its inputs in another order; None = it is taken as it is."""
         ...
 
 
+class ExactProduct:
+    """What e4m3 means, in float32, anywhere."""
+
+    def __call__(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        return exact_product(x, weight, scales)
+
+    def arrange(self, weight: Tensor) -> None:  # noqa: ARG002 - one signature
+        return None
+
+
 def exact_product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """What e4m3 means, in float32: `ScaledProduct` anywhere."""
+    """x Wᵀ [T, N] in x's dtype, computed in float32."""
     rounded, x_scales = quantize_rows(x)
     product = rounded.float() @ weight.float().t()
     return (product * x_scales[:, None] * scales).to(x.dtype)
@@ -101,7 +115,7 @@ def exact_product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 def choose_product(device: torch.device) -> ScaledProduct:
     """For layers on `device`."""
     if device.type != "cuda":
-        return exact_product
+        return ExactProduct()
     # Only here: a CPU worker never imports triton.
     from octavo_worker.quant.fp8_cuda import CudaProduct
 
