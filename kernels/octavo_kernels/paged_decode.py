@@ -31,6 +31,7 @@ from octavo_kernels.paged_kv import (
     attend_tile,
     attention_reference,
     check_cache,
+    dot_query,
     gather_kv,
     load_kv,
     scale_args,
@@ -152,6 +153,7 @@ def _paged_decode_kernel(
 
     if IS_SCALED:
         scale_log2 = scale_log2 * tl.load(k_scales + kv_head)
+        query = dot_query(query)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
@@ -182,7 +184,7 @@ def _paged_decode_kernel(
     first = tl.load(item_offsets + row)
     last = tl.load(item_offsets + row + 1)
     if last - first == 1:
-        tl.store(target, result.to(query.dtype), mask=mask)
+        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
         return
     tl.store(partial_out + offset64(item, K * G * D) + head_offset, result, mask=mask)
     tl.store(partial_lse + item * (K * G) + head, row_max + tl.log2(row_sum), mask=group < G)
@@ -212,7 +214,7 @@ def _paged_decode_kernel(
         row_sum = row_sum * decay + weight
         acc = acc * decay[:, None] + weight[:, None] * value
         row_max = new_max
-    tl.store(target, (acc / row_sum[:, None]).to(query.dtype), mask=mask)
+    tl.store(target, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def work_list_launch(

@@ -137,7 +137,8 @@ def _skinny_gemm_kernel(
         else:
             _prefetch(weight + (k_begin // 128 * padded_n + n) * 16)
         gdc_wait()
-        gdc_launch_dependents()
+        if FORM == DENSE:
+            gdc_launch_dependents()
 
     acc, up = product(  # pyright: ignore[reportGeneralTypeIssues] - kernels may return pairs
         *(weight, factors, x, n, m, num_n, num_m, num_k, padded_n, stride_x),
@@ -151,6 +152,10 @@ def _skinny_gemm_kernel(
             *(PRECISION, GROUP, RUNS_PER_GROUP, ONE, ASM, CODE, SCALE),
         )
 
+    if PDL and FORM != DENSE:
+        # Several programs of narrow weights share a multiprocessor. The next kernel's, if let in
+        # before, lay unevenly in the room beside them, and the fullest were waited for.
+        gdc_launch_dependents()
     if SPLIT > 1:
         SIZE: tl.constexpr = TILE_N * TILE_M * (2 if GATED else 1)
         tile = tile_m * (tl.num_programs(0) // SPLIT) + tile_n

@@ -16,6 +16,7 @@ from octavo_kernels.w4_weight import W4Weight
 # than two programs on a multiprocessor can hold don't help.
 _MANY_TILES = 200
 _PROGRAMS = 132
+_SHARED_BYTES = 224 << 10  # of a multiprocessor
 _LEAST_SPLIT_K = 1536
 _FEW_WEIGHTS = 1 << 23
 
@@ -80,13 +81,18 @@ def _narrow(num_rows: int, num_n: int, num_k: int, weight: Weight, *, gated: boo
     tile_n = 128 if is_w4 and (tile_m == 128 or (is_wide and tile_m == 16)) else 64
     if num_n % tile_n:
         tile_n = 64
+    num_tiles = cdiv(num_n, tile_n)
     if is_wide:
         split = 2 if tile_n == 128 and tile_m == 16 else 1
     else:
         programs = _PROGRAMS * {16: 3, 32: 3, 64: 2, 128: 1}[tile_m]
-        split = max(1, min(programs // cdiv(num_n, tile_n), num_k // 1024))
+        split = max(1, min(programs // num_tiles, num_k // (512 if is_w4 else 1024)))
     joint = gated and is_wide and tile_m < 128
-    return Config(tile_n, 128, split, 8 if tile_m == tile_n == 128 else 4, 4, joint)
+    # As many stages as the programs on one multiprocessor have room for together.
+    stage_bytes = 128 * (tile_n * (2 if joint else 1) // (2 if is_w4 else 1) + 2 * tile_m)
+    shared = _SHARED_BYTES // min(3, cdiv(num_tiles * split, _PROGRAMS))
+    stages = min(8, max(3, shared // stage_bytes))
+    return Config(tile_n, 128, split, 8 if tile_m == tile_n == 128 else 4, stages, joint)
 
 
 def _split(num_n: int, num_k: int) -> int:
