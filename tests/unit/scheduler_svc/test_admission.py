@@ -188,6 +188,7 @@ def test_waits_as_expected_give_the_whole_bound() -> None:
     with pytest.raises(OverloadedError):
         queue.check_room(100, rate(1000.0))
     for serial in range(1000):
+        now += 0.1
         queue.note_answered(answered(serial, now - 6.0, 6.0))
     queue.check_room(100, rate(1000.0))
 

@@ -10,22 +10,28 @@ from octavo_scheduler.margin import Margin
 BOUND_S = 10.0
 
 
-def test_a_quarter_of_the_bound_is_kept_until_there_is_more_to_go_by() -> None:
+def test_a_quarter_of_the_bound_is_kept_until_a_minute_was_seen() -> None:
     margin = Margin(BOUND_S)
     assert margin.seconds == 2.5
-    for i in range(300):
-        margin.add(i * 0.1, -1.0)
+    # However many err alike in one moment.
+    for i in range(3000):
+        margin.add(i * 0.01, -1.0)
     assert margin.seconds == 2.5
     for i in range(300, 1000):
         margin.add(i * 0.1, -1.0)
     assert margin.seconds == 0.0
+    # Now and then is not seen.
+    rare = Margin(BOUND_S)
+    for i in range(1000):
+        rare.add(i * 10.0, -1.0)
+    assert rare.seconds == 2.5
 
 
 def test_nearly_all_errors_are_within_it() -> None:
     rng, margin = Random(0), Margin(BOUND_S)
     errors_s = [rng.gauss(0.5, 1.0) for _ in range(4000)]
     for i, error_s in enumerate(errors_s):
-        margin.add(i * 0.01, error_s)
+        margin.add(i * 0.03, error_s)
     assert margin.seconds == pytest.approx(np.percentile(errors_s, 99.5), abs=0.3)
     assert np.mean(np.array(errors_s) > margin.seconds) <= 0.006
 
