@@ -269,19 +269,20 @@ def decode_work_list(
 
 def _tile(
     dtype: torch.dtype, cache_dtype: torch.dtype, head_dim_padded: int, group_size: int
-) -> tuple[int, int]:
-    """(TILE, num_stages), as measured on an H200 at 400 to 8,192 tokens of 1 to 256 rows.
+) -> tuple[int, int, int]:
+    """(TILE, num_stages, num_warps), as measured on an H200 at 400 to 8,192 tokens, 1 to 256 rows.
 
     Block table -> key is a chain of two loads, so about half the stages buffer keys. float32 uses
     no tensor cores: its products live in registers.
     """
+    num_warps = 4 if group_size <= 64 else 8
     if dtype == torch.float32:
-        return 16, 2
+        return 16, 2, num_warps
     if head_dim_padded > 128:
-        return 32, 5
+        return 32, 5, num_warps
     if cache_dtype.itemsize == 1:
-        return 64, 5
-    return (128, 3) if group_size > 1 else (32, 7)
+        return 64, 5, 2 if group_size == 1 else num_warps
+    return (128, 3, num_warps) if group_size > 1 else (32, 7, num_warps)
 
 
 def paged_decode_launch(
@@ -304,7 +305,7 @@ def paged_decode_launch(
     group_size = num_heads // num_kv_heads
     head_dim_padded = next_power_of_2(head_dim)
     rows = max(_MIN_ROWS, next_power_of_2(group_size))
-    tile, num_stages = _tile(q.dtype, k_cache.dtype, head_dim_padded, group_size)
+    tile, num_stages, num_warps = _tile(q.dtype, k_cache.dtype, head_dim_padded, group_size)
     return Launch(
         kernel=_paged_decode_kernel,
         grid=(work.items.shape[0], num_kv_heads),
@@ -326,7 +327,7 @@ def paged_decode_launch(
             "IS_SCALED": kv_scales is not None,
             "PDL": pdl,
         },
-        num_warps=4 if rows <= 64 else 8,
+        num_warps=num_warps,
         num_stages=num_stages,
         pdl=pdl,
     )
