@@ -3,10 +3,10 @@
 Of every 16 inputs, bytes 0 and 2 of word j are the inputs 2 j and 2 j + 1, bytes 1 and 3 are
 8 + 2 j and 9 + 2 j: so a few integer operations on a word and one multiplication give two
 neighbours as 16-bit floats, where tensor cores want them. A product whose x is arranged alike
-(`arranged_inputs`) may read the weight as the matrix that it is.
+(`arrange_inputs`) may read the weight as the matrix that it is.
 
-Must not know: products. Entry points: `arrange`, `arranged_inputs`, `E4m3Weight`; in kernels
-`load_words` and `columns`.
+Must not know: products. Entry points: `arrange`, `E4m3Weight`; in kernels `arrange_inputs`
+and `columns`.
 """
 
 from typing import NamedTuple
@@ -61,9 +61,11 @@ def arrange(values: Tensor) -> Tensor:
 
 
 @triton.jit
-def arranged_inputs(place):
-    """The input that lies at `place`."""
-    return place // 16 * 16 + place % 2 * 8 + place % 16 // 4 * 2 + place % 4 // 2
+def arrange_inputs(values):
+    """`arrange`, of a row's piece [T]; T a multiple of 16."""
+    NUM: tl.constexpr = values.shape[0]
+    groups = tl.reshape(values, [NUM // 16, 2, 4, 2])
+    return tl.reshape(tl.permute(groups, (0, 2, 3, 1)), [NUM])
 
 
 @triton.jit

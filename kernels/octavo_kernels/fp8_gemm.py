@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.e4m3_weight import arranged_inputs
+from octavo_kernels.e4m3_weight import arrange_inputs
 from octavo_kernels.launch import Launch, cdiv, next_power_of_2, num_multiprocessors, offset64
 from octavo_kernels.split_k import finish_split, partial_sums, splits
 
@@ -68,8 +68,10 @@ def _quantize_rows_kernel(
     tl.store(scales + row, scale)
     for start in range(0, width, TILE):
         column = start + tl.arange(0, TILE)
-        place = arranged_inputs(column) if ARRANGED else column
-        values = tl.load(source + place, mask=column < width, other=0.0).to(tl.float32)
+        values = tl.load(source + column, mask=column < width, other=0.0)
+        if ARRANGED:
+            values = arrange_inputs(values)
+        values = values.to(tl.float32)
         rounded = tl.clamp(
             tl.div_rn(values, scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL
         ).to(out.dtype.element_ty)

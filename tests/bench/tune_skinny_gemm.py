@@ -22,7 +22,7 @@ from typing import NamedTuple, TextIO
 import torch
 import triton
 
-from octavo_kernels.e4m3_weight import E4m3Weight, arrange, arranged_inputs
+from octavo_kernels.e4m3_weight import E4m3Weight, arrange
 from octavo_kernels.fp8_gemm import quantize_rows
 from octavo_kernels.gated_mul import silu_mul
 from octavo_kernels.launch import Launch
@@ -206,7 +206,7 @@ def matrix_of(weight: Weight) -> torch.Tensor:
         return dequantize(weight, torch.bfloat16)
     values = weight.words.view(torch.float8_e4m3fn)
     num_n, num_k = values.shape
-    places = [arranged_inputs.fn(place) for place in range(16)]
+    places = arrange(torch.arange(16)[None])[0].tolist()
     matrix = torch.empty(num_n, num_k // 16, 16, device="cuda")
     matrix[:, :, places] = values.float().view(num_n, -1, 16)
     return matrix.view(num_n, num_k) * weight.scales[:, None]

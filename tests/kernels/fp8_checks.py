@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from octavo_kernels.e4m3_weight import arrange
 from octavo_kernels.fp8_gemm import (
     E4M3,
     fp8_gemm,
@@ -42,6 +43,17 @@ def check_quantize_rows(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(rounded[others].float(), expected[others].float())
         assert bool(rounded[4].float().isnan().any())
         assert float(rounded[others].float().abs().max()) == 448.0
+
+
+def check_arranged_rows(device: str, dtype: torch.dtype) -> None:
+    """The same numbers in the order of an arranged weight's inputs, widths beyond one tile too."""
+    for width in (16, 112, 5008):
+        x = normal(3, width, dtype=torch.float32, device=device, seed=49)
+        rounded, scales = quantize_rows(x, dtype)
+        with poisoned_outputs():
+            arranged, same_scales = quantize_rows(x, dtype, arranged=True)
+        assert torch.equal(same_scales, scales)
+        assert torch.equal(arranged.float(), arrange(rounded.float()))
 
 
 def check_fp8_gemm(case: dict[str, Any], device: str, dtype: torch.dtype = E4M3) -> None:

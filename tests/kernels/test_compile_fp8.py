@@ -46,10 +46,13 @@ def test_sizes_that_are_no_multiple_of_a_tile() -> None:
     _check(fp8_gemm_launch(out, x, _meta(8), weight, _meta(200), arrivals))
 
 
-def test_quantize_rows() -> None:
+@pytest.mark.parametrize("arranged", [False, True])
+def test_quantize_rows(arranged: bool) -> None:
     x = _meta(8, 14_336, dtype=torch.bfloat16)
-    ptx = _check(quantize_rows_launch(_meta(8, 14_336, dtype=E4M3), _meta(8), x))
+    out = _meta(8, 14_336, dtype=E4M3)
+    ptx = _check(quantize_rows_launch(out, _meta(8), x, arranged=arranged))
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "ld.global.v4.b32" in ptx
 
 
 HEADS = [(32, 8, 128), pytest.param(32, 32, 128, marks=SLOW), pytest.param(8, 1, 256, marks=SLOW)]

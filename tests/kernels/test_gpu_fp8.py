@@ -18,6 +18,7 @@ LAYERS = [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]
 
 def test_quantize_rows() -> None:
     checks.check_quantize_rows("cuda", E4M3)
+    checks.check_arranged_rows("cuda", E4M3)
 
 
 @pytest.mark.parametrize("case", pairwise(checks.FACTORS, count=36), ids=case_id)

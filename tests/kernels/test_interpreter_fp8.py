@@ -17,6 +17,7 @@ pytestmark = pytest.mark.interpreter
 
 def test_quantize_rows() -> None:
     checks.check_quantize_rows("cpu", torch.float16)
+    checks.check_arranged_rows("cpu", torch.float16)
 
 
 @pytest.mark.parametrize("case", pairwise(checks.FACTORS, count=12), ids=case_id)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from octavo_kernels import e4m3_weight
 from octavo_kernels.skinny_tiles import Config
 from tests.kernels import skinny_checks
 from tests.kernels.cases import case_id, pairwise
@@ -28,11 +27,3 @@ def test_narrow_weights(case: dict[str, Any]) -> None:
     config = Config(64, 128, case["split_k"], 4, 2, case["joint"])
     skinny_checks.check_skinny_gemm(case, config, "cpu")
     skinny_checks.check_skinny_gemm_add(case, config, "cpu")
-
-
-def test_arranged_inputs() -> None:
-    """An x arranged as the weight's columns are gives the same product."""
-    matrix = torch.arange(64).repeat(2, 1)
-    arranged = e4m3_weight.arrange(matrix)
-    places = [e4m3_weight.arranged_inputs.fn(place) for place in range(64)]
-    assert arranged[0].tolist() == places
