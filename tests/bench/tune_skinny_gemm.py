@@ -135,6 +135,7 @@ def compile_some(arguments: tuple[list[Case], int, int]) -> None:
 
 def time_us(functions: Sequence[Callable[[], None]], repeats: int = 10) -> float:
     """Median microseconds of one call, each function once in a captured graph."""
+    torch.cuda.synchronize()  # the inputs are made
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for function in functions[:2]:
