@@ -17,6 +17,9 @@ from octavo_scheduler.step_cost import StepCost
 # A lease may use up at most this share of the free blocks.
 _LEASE_SHARE = 0.25
 _UNSEEN_S = 0.01
+# Of decode steps: what streams get used to under a load that lasts grows no further. Else chunks
+# that are usual would let longer ones in, up to any target.
+_MOST_USUAL = 4 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ def chunk_budget(
     if not num_decoding:
         return budget
     decode_s = cost.decode_step_s(num_decoding)
-    target_s = step_target_s(limits, max(decode_s, cost.usual_s))
+    usual_s = min(cost.usual_s, _MOST_USUAL * decode_s)
+    target_s = step_target_s(limits, max(decode_s, usual_s))
     if target_s:
         by_time = cost.chunk_tokens_within(max(0.0, target_s - decode_s), num_context)
         if by_time is not None:
