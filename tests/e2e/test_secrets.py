@@ -56,8 +56,10 @@ async def drive(stack: Stack, headers: dict[str, str]) -> list[str]:
         dialling(port) as dial,
         open_channel(stack.grpc_address) as channel,
     ):
-        text = {"prompt": MARKER, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        for path, body in ((TEXT, text), (CHAT, {**CHAT_BODY, "max_tokens": 40})):
+        # Of known length: the more text comes back, the surer it would be found.
+        length = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        text = {"prompt": MARKER, **length}
+        for path, body in ((TEXT, text), (CHAT, {**CHAT_BODY, **length})):
             answer = await client.post(path, json=body, headers=headers)
             choice = answer.json()["choices"][0]
             answers.append(choice.get("text") or choice["message"]["content"])
