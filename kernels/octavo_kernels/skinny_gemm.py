@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo_kernels.launch import Launch, cdiv, next_power_of_2, offset64
 from octavo_kernels.skinny_products import product
 from octavo_kernels.skinny_tiles import Config, tile_rows
-from octavo_kernels.skinny_weight import DENSE, E4M3, Weight, operands
+from octavo_kernels.skinny_weight import DENSE, E4M3, Weight, operands, size_of
 from octavo_kernels.w4_weight import TILE_K, W4Weight
 
 
@@ -224,7 +224,7 @@ def skinny_gemm_launch(
 ) -> Launch:
     own = operands(weight, x.dtype)
     num_m, num_k = x.shape
-    num_n = own.num_n // (2 if gated else 1)
+    num_n = size_of(weight)[0] // (2 if gated else 1)
     tile_m = tile_rows(num_m)
     num_tiles = cdiv(num_n, config.tile_n) * cdiv(num_m, tile_m)
     if config.split_k > 1:
@@ -353,10 +353,10 @@ def skinny_gemm_add(
 
 def _check(x: Tensor, weight: Weight, config: Config, *, gated: bool) -> int:
     """The number of outputs."""
-    own = operands(weight, x.dtype)
-    num_n = own.num_n // (2 if gated else 1)
-    assert x.shape[1] == own.num_k, (x.shape, own.num_k)
-    assert own.num_k % config.tile_k == 0, (own.num_k, config)
+    height, num_k = size_of(weight)
+    num_n = height // (2 if gated else 1)
+    assert x.shape[1] == num_k, (x.shape, num_k)
+    assert num_k % config.tile_k == 0, (num_k, config)
     assert x.stride(1) == 1
     if isinstance(weight, Tensor):
         assert x.dtype == weight.dtype

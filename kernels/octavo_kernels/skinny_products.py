@@ -12,7 +12,7 @@ import triton.language as tl
 
 from octavo_kernels import e4m3_weight
 from octavo_kernels.launch import offset64
-from octavo_kernels.skinny_weight import DENSE, E4M3
+from octavo_kernels.skinny_weight import E4M3, W4
 from octavo_kernels.w4_codes import load_groups, load_words, whole_runs
 
 
@@ -50,41 +50,48 @@ def product(
     n + up_rows."""
     acc = tl.zeros([TILE_N, TILE_M], tl.float32)
     up = tl.zeros([TILE_N, TILE_M], tl.float32)
-    if FORM == DENSE:
-        acc, up = _dense_product(
-            *(acc, up, weight, x, n, m, num_n, num_m, num_k, stride_x, up_rows, k_begin, k_end),
-            *(BOTH, EVEN_N, TILE_K, STAGES, PRECISION),
-        )
-    elif FORM == E4M3:
-        acc, up = _e4m3_product(
-            *(acc, up, weight, x, n, m, num_n, num_m, num_k, stride_x, up_rows, k_begin, k_end),
-            *(BOTH, EVEN_N, TILE_K, STAGES, CODE, ASM),
-        )
-        acc *= tl.load(factors + n, mask=n < num_n, other=0.0)[:, None]
-        if BOTH:
-            up *= tl.load(factors + up_rows + n, mask=n < num_n, other=0.0)[:, None]
-    else:
+    if FORM == W4:
         acc, up = w4_product(
             *(acc, up, weight, factors, x, n, m, padded_n, num_m, num_k, stride_x, up_rows),
             *(k_begin // 128, k_end // 128, BOTH, TILE_K // 128),
             *(GROUP, RUNS_PER_GROUP, ONE, ASM, CODE, SCALE, STAGES, True),
         )
+    else:
+        acc, up = _matrix_product(
+            *(acc, up, weight, x, n, m, num_n, num_m, num_k, stride_x, up_rows, k_begin, k_end),
+            *(4 if FORM == E4M3 else 1, BOTH, EVEN_N, TILE_K, STAGES, PRECISION, CODE, ASM),
+        )
+        if FORM == E4M3:
+            acc *= tl.load(factors + n, mask=n < num_n, other=0.0)[:, None]
+            if BOTH:
+                up *= tl.load(factors + up_rows + n, mask=n < num_n, other=0.0)[:, None]
     return acc, up
 
 
 @triton.jit
-def _rows(at, is_row, EVEN_N: tl.constexpr):
+def _rows(
+    at,
+    is_row,
+    PER_WORD: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    CODE: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """A tile of a weight: read once, so not kept in the cache for others."""
     if EVEN_N:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=is_row[:, None], other=0, eviction_policy="evict_first")
+        tile = tl.load(at, eviction_policy="evict_first")
+    else:
+        tile = tl.load(at, mask=is_row[:, None], other=0, eviction_policy="evict_first")
+    if PER_WORD == 4:
+        tile = e4m3_weight.columns(tile, CODE, ASM)
+    return tile
 
 
 @triton.jit
-def _dense_product(
+def _matrix_product(
     acc,
     up,
-    weight,  # [N, K]
+    weight,  # [N, K], or int32 [N, K / 4], `e4m3_weight`'s, without the outputs' scales
     x,
     n,
     m,
@@ -95,63 +102,27 @@ def _dense_product(
     up_rows,
     k_begin,
     k_end,
+    PER_WORD: tl.constexpr,  # inputs: 1 or 4
     BOTH: tl.constexpr,
     EVEN_N: tl.constexpr,
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    k = tl.arange(0, TILE_K)
-    rows = weight + offset64(n, num_k)[:, None] + k[None, :]
-    rows_below = rows + offset64(up_rows, num_k)
-    x_rows = x + m[None, :] * stride_x + k[:, None]
-    for start in tl.range(k_begin, k_end, TILE_K, num_stages=STAGES):
-        w = _rows(rows + start, n < num_n, EVEN_N)
-        value = tl.load(x_rows + start, mask=(m < num_m)[None, :], other=0.0)
-        acc = tl.dot(w, value, acc, input_precision=PRECISION)
-        if BOTH:
-            w = _rows(rows_below + start, n < num_n, EVEN_N)
-            up = tl.dot(w, value, up, input_precision=PRECISION)
-    return acc, up
-
-
-@triton.jit
-def _e4m3_product(
-    acc,
-    up,
-    words,  # int32 [N, K / 4], `e4m3_weight`'s
-    x,
-    n,
-    m,
-    num_n,
-    num_m,
-    num_k,
-    stride_x,
-    up_rows,
-    k_begin,
-    k_end,
-    BOTH: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
     CODE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Without the outputs' scales."""
     k = tl.arange(0, TILE_K)
-    word = tl.arange(0, TILE_K // 4)
-    rows = words + offset64(n, num_k // 4)[:, None] + word[None, :]
-    rows_below = rows + offset64(up_rows, num_k // 4)
+    word = tl.arange(0, TILE_K // PER_WORD)
+    rows = weight + offset64(n, num_k // PER_WORD)[:, None] + word[None, :]
+    rows_below = rows + offset64(up_rows, num_k // PER_WORD)
     x_rows = x + m[None, :] * stride_x + k[:, None]
     for start in tl.range(k_begin, k_end, TILE_K, num_stages=STAGES):
-        w = _rows(rows + start // 4, n < num_n, EVEN_N)
+        w = _rows(rows + start // PER_WORD, n < num_n, PER_WORD, EVEN_N, CODE, ASM)
         value = tl.load(x_rows + start, mask=(m < num_m)[None, :], other=0.0)
-        wide = e4m3_weight.columns(w, CODE, ASM).to(value.dtype)
-        acc = tl.dot(wide, value, acc, input_precision="ieee")
+        acc = tl.dot(w.to(value.dtype), value, acc, input_precision=PRECISION)
         if BOTH:
-            w = _rows(rows_below + start // 4, n < num_n, EVEN_N)
-            wide = e4m3_weight.columns(w, CODE, ASM).to(value.dtype)
-            up = tl.dot(wide, value, up, input_precision="ieee")
+            w = _rows(rows_below + start // PER_WORD, n < num_n, PER_WORD, EVEN_N, CODE, ASM)
+            up = tl.dot(w.to(value.dtype), value, up, input_precision=PRECISION)
     return acc, up
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo_kernels.launch import cdiv, next_power_of_2
-from octavo_kernels.skinny_weight import Weight
+from octavo_kernels.skinny_weight import Weight, size_of
 from octavo_kernels.w4_weight import W4Weight
 
 # More tiles of 64 outputs than these fill a card twice over: no need to split, and more stages
@@ -43,14 +43,10 @@ def choose_config(num_rows: int, weight: Weight, *, gated: bool = False) -> Conf
     Read off `tests/bench/results/skinny_gemm_h200.jsonl` (made by `tests.bench.tune_skinny_gemm`):
     within 3 % of the best of some 60 tiles a shape, for the shapes of 0.6B to 8B models.
     """
-    if isinstance(weight, Tensor):
-        height, num_k = weight.shape
-        return _dense(num_rows, height // (2 if gated else 1), num_k, weight.dtype, gated=gated)
-    if isinstance(weight, W4Weight):
-        num_n, num_k = weight.out_size, weight.in_size
-    else:
-        num_n, num_k = weight.words.shape[0], 4 * weight.words.shape[1]
+    num_n, num_k = size_of(weight)
     num_n = num_n // 2 if gated else num_n
+    if isinstance(weight, Tensor):
+        return _dense(num_rows, num_n, num_k, weight.dtype, gated=gated)
     return _narrow(num_rows, num_n, num_k, weight, gated=gated)
 
 

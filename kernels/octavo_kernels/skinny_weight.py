@@ -1,6 +1,7 @@
 """What products of few rows take for a weight: a matrix, 8-bit floats or 4-bit codes.
 
-Must not know: products. Entry points: `Weight`, `operands`, `DENSE`, `E4M3`, `W4`.
+Must not know: products. Entry points: `Weight`, `size_of`, `operands`, `DENSE`, `E4M3`,
+`W4`.
 """
 
 from dataclasses import dataclass
@@ -30,10 +31,19 @@ class Operands:
 
     values: Tensor
     factors: Tensor | None
-    num_n: int
-    num_k: int
     padded_n: int
     constants: dict[str, Any]
+
+
+def size_of(weight: Weight) -> tuple[int, int]:
+    """(N, K)."""
+    if isinstance(weight, W4Weight):
+        return weight.out_size, weight.in_size
+    if isinstance(weight, E4m3Weight):
+        num_n, num_words = weight.words.shape
+        return num_n, 4 * num_words
+    num_n, num_k = weight.shape
+    return num_n, num_k
 
 
 def operands(weight: Weight, dtype: torch.dtype) -> Operands:
@@ -42,13 +52,10 @@ def operands(weight: Weight, dtype: torch.dtype) -> Operands:
     code = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
     if isinstance(weight, W4Weight):
         own = w4_codes.constants(weight, code) | {"CODE": w4_codes.TL_FLOAT[code], "FORM": W4.value}
-        sizes = (weight.out_size, weight.in_size, weight.words.shape[1])
-        return Operands(weight.words, weight.groups, *sizes, own)
+        return Operands(weight.words, weight.groups, weight.words.shape[1], own)
     if isinstance(weight, E4m3Weight):
         own = {"CODE": w4_codes.TL_FLOAT[code], "ASM": e4m3_weight.asm_of(code)}
-        num_n, num_words = weight.words.shape
         own = _NOTHING | own | {"FORM": E4M3.value}
-        return Operands(weight.words, weight.scales, num_n, 4 * num_words, num_n, own)
+        return Operands(weight.words, weight.scales, weight.words.shape[0], own)
     own = _NOTHING | {"CODE": tl.float32, "FORM": DENSE.value}
-    num_n, num_k = weight.shape
-    return Operands(weight, None, num_n, num_k, num_n, own)
+    return Operands(weight, None, weight.shape[0], own)

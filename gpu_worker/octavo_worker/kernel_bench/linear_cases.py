@@ -6,7 +6,6 @@ Where two ways cross is what `octavo_kernels.w4a16` has in its table. Entry poin
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -16,7 +15,7 @@ from octavo_kernels.skinny_gemm import Scratch, skinny_gemm
 from octavo_kernels.skinny_tiles import choose_config
 from octavo_kernels.skinny_weight import Weight
 from octavo_kernels.w4_dequantize import dequantize
-from octavo_kernels.w4_weight import W4Weight, pack
+from octavo_kernels.w4_weight import MAX_ROW_TILES, MIN_TILE_N, TILE_K, W4Weight
 from octavo_kernels.w4a16 import Way, matmul
 from octavo_worker.kernel_bench.case import Call, Case, Measured, num_sets
 from octavo_worker.quant.fp8_cuda import library_product
@@ -92,12 +91,14 @@ def _e4m3_weight(out_size: int, in_size: int) -> Weight:
     return E4m3Weight.of(values, torch.rand(out_size))
 
 
-def _w4_weight(out_size: int, in_size: int) -> Weight:
+def _w4_weight(out_size: int, in_size: int) -> W4Weight:
     return W4Weight(
-        words=torch.randint(-(2**31), 2**31 - 1, (in_size // 128, out_size, 16), dtype=torch.int32),
+        words=torch.randint(
+            -(2**31), 2**31 - 1, (in_size // TILE_K, out_size, 16), dtype=torch.int32
+        ),
         # Scales of 0.0078 in float16, zeros of 8.
         groups=torch.full((in_size // _GROUP, out_size), 8 << 16 | 0x2000, dtype=torch.int32),
-        arrivals=torch.zeros(1, dtype=torch.int32),
+        arrivals=torch.zeros(MAX_ROW_TILES * out_size // MIN_TILE_N, dtype=torch.int32),
         out_size=out_size,
         in_size=in_size,
         group_size=_GROUP,
@@ -189,20 +190,8 @@ def _dense(num_rows: int, out_size: int, in_size: int) -> Call:
 
 def _weights(out_size: int, in_size: int, count: int) -> list[W4Weight]:
     """Different random codes, each with its own memory."""
-    groups = (out_size, in_size // _GROUP)
-    codes = torch.randint(16, (out_size, in_size), device="cuda").byte()
-    scales = (torch.rand(groups, device="cuda") * 0.02).half()
-    first = pack(codes, scales, torch.full(groups, 8, device="cuda"), _GROUP)
-    others = (
-        replace(
-            first,
-            words=torch.randint_like(first.words, -(2**31), 2**31 - 1),
-            groups=first.groups.clone(),
-            arrivals=first.arrivals.clone(),
-        )
-        for _ in range(count - 1)
-    )
-    return [first, *others]
+    with torch.device("cuda"):
+        return [_w4_weight(out_size, in_size) for _ in range(count)]
 
 
 def _random(*shape: int) -> torch.Tensor:
