@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigurationError
+from octavo_worker.dequantized_copies import KVWish, are_affordable, bytes_of_copies
 from octavo_worker.kv_cache import KVShape, kv_bytes_per_token, scratch_bytes
 from octavo_worker.models import find_family, meta_model, read_config
 from octavo_worker.models.config import read_fields
@@ -27,13 +28,15 @@ _META, _CARD = torch.device("meta"), torch.device("cuda")
 class Footprint:
     """Sizes in bytes. `read_bytes`: weights that a step of many tokens reads, all experts' too;
     `read_bytes_of_one`: that a step of one token reads; `params_per_token`: how many a token is
-    multiplied with; `stored_bytes`: the checkpoint's tensors, 0 = not there."""
+    multiplied with; `stored_bytes`: the checkpoint's tensors, 0 = not there; `copies_bytes`: of
+    16-bit copies of 4-bit layers, if they're kept; they aren't among the weights."""
 
     architecture: str
     implementation: str
     weight_format: str
     weight_bytes: int
     stored_bytes: int
+    copies_bytes: int
     read_bytes: int
     read_bytes_of_one: int
     params_per_token: int
@@ -47,6 +50,11 @@ class Footprint:
     def scratch_bytes(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """What a step needs beside weights and cache, at most."""
         return scratch_bytes(self.shape, max_num_seqs, max_num_batched_tokens)
+
+    def keeps_copies(self, copies_bytes: int, room_bytes: int, most_kv_bytes: int) -> bool:
+        """Whether a card keeps copies of so many bytes, which has the room for them and for KV
+        blocks together."""
+        return are_affordable(copies_bytes, room_bytes, KVWish(most_kv_bytes, 0))
 
 
 def footprint(
@@ -77,14 +85,16 @@ def _native(folder: Path, dtype: str, max_model_len: int, quantized: str) -> Foo
     config = read_config(folder, chosen, max_model_len, quantized)
     dense = meta_model(config, is_packed=False)
     quantization, weight_format = config.quantization, _name(chosen)
-    weight_bytes = dense.num_bytes()
+    weight_bytes, copies_bytes = dense.num_bytes(), 0
     if isinstance(quantization, Fp8Format):
         weight_bytes = meta_model(config, is_packed=True).num_bytes()
         weight_format = str(quantization)
     elif quantization is not None and quantization.bits == 4:
         # Codes stay packed on a card, and their scales are kept in the model's dtype.
-        slots = meta_model(config, is_packed=True).slots().values()
-        weight_bytes = sum(_kept_bytes(slot.target, chosen) for slot in slots)
+        packed = meta_model(config, is_packed=True)
+        weight_bytes = sum(_kept_bytes(slot.target, chosen) for slot in packed.slots().values())
+        num_copied = sum(layer.num_quantized for layer in packed.quantized)
+        copies_bytes = bytes_of_copies(num_copied, chosen)
         weight_format = str(quantization)
     elif quantization is not None:
         weight_format = f"{quantization}, as {_name(chosen)}"
@@ -101,6 +111,7 @@ def _native(folder: Path, dtype: str, max_model_len: int, quantized: str) -> Foo
         weight_format=weight_format,
         weight_bytes=weight_bytes,
         stored_bytes=_stored_bytes(folder),
+        copies_bytes=copies_bytes,
         read_bytes=read_bytes,
         read_bytes_of_one=weight_bytes - idle_params * chosen.itemsize,
         params_per_token=dense.num_bytes() // chosen.itemsize - idle_params,
@@ -135,6 +146,7 @@ def _fallback(folder: Path, dtype: str, max_model_len: int) -> Footprint:
         weight_format=_name(config.dtype),
         weight_bytes=params * itemsize,
         stored_bytes=_stored_bytes(folder),
+        copies_bytes=0,
         read_bytes=(params - idle_params) * itemsize,
         read_bytes_of_one=(params - idle_params) * itemsize,
         params_per_token=params - idle_params,

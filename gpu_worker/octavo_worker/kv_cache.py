@@ -1,6 +1,6 @@
 """The KV cache: how many blocks fit, said line by line, and their tensors.
 
-Must not know: rows, plans. Entry points: `size_kv_cache`, `allocate_kv_caches`.
+Must not know: rows, plans. Entry points: `card_room`, `size_kv_cache`, `allocate_kv_caches`.
 
 N blocks, K kv heads, B block size, D head dim.
 """
@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -64,6 +64,21 @@ class KVCacheSize:
         return self.num_blocks * self.block_size * self.bytes_per_token
 
 
+class CardRoom(NamedTuple):
+    """A card's memory in bytes: all of it, what is used, what the worker may use of it in all, and
+    what its steps need beside weights and cache."""
+
+    total: int
+    used: int
+    usable: int
+    scratch: int
+
+    @property
+    def left(self) -> int:
+        """For the cache."""
+        return max(self.usable - self.used - self.scratch, 0)
+
+
 def parse_bytes(text: str, name: str) -> int:
     """ "4GiB", "512 MB", "1.5g", "1000000". Raises ConfigurationError naming the setting."""
     match = _SIZE.fullmatch(text.strip())
@@ -110,7 +125,7 @@ def size_kv_cache(
         _human(per_block),
         settings.block_size,
     )
-    most = settings.max_num_seqs * -(-shape.max_model_len // settings.block_size) + 1
+    most = most_blocks(shape, settings)
     if settings.num_kv_blocks:
         num_blocks = settings.num_kv_blocks
         _logger.info("KV cache: %s blocks, as set", f"{num_blocks:,}")
@@ -140,6 +155,21 @@ def size_kv_cache(
         shape.max_model_len,
     )
     return size
+
+
+def most_blocks(shape: KVShape, settings: WorkerSettings) -> int:
+    """What all rows fill at their longest, and the null block."""
+    return settings.max_num_seqs * -(-shape.max_model_len // settings.block_size) + 1
+
+
+def card_room(
+    shape: KVShape, settings: WorkerSettings, device: torch.device, max_num_batched_tokens: int
+) -> CardRoom:
+    """Of a card, as of now."""
+    free, total = torch.cuda.mem_get_info(device)
+    captured = graph_tokens(shape, settings, max_num_batched_tokens)
+    scratch = scratch_bytes(shape, settings.max_num_seqs, max_num_batched_tokens, captured)
+    return CardRoom(total, total - free, int(total * settings.memory_utilization), scratch)
 
 
 def allocate_kv_caches(
@@ -176,16 +206,12 @@ def _budget(
             _human(budget),
         )
         return budget
-    free, total = torch.cuda.mem_get_info(device)
-    captured = graph_tokens(shape, settings, max_num_batched_tokens)
-    scratch = scratch_bytes(shape, settings.max_num_seqs, max_num_batched_tokens, captured)
-    usable = int(total * settings.memory_utilization)
-    budget = usable - (total - free) - scratch
-    _logger.info("KV cache: card has %s, %s of it used", _human(total), _human(total - free))
-    _logger.info("KV cache: %s usable at %g", _human(usable), settings.memory_utilization)
-    _logger.info("KV cache: %s kept for activations and logits", _human(scratch))
-    _logger.info("KV cache: leaves %s", _human(max(budget, 0)))
-    return max(budget, 0)
+    room = card_room(shape, settings, device, max_num_batched_tokens)
+    _logger.info("KV cache: card has %s, %s of it used", _human(room.total), _human(room.used))
+    _logger.info("KV cache: %s usable at %g", _human(room.usable), settings.memory_utilization)
+    _logger.info("KV cache: %s kept for activations and logits", _human(room.scratch))
+    _logger.info("KV cache: leaves %s", _human(room.left))
+    return room.left
 
 
 def graph_tokens(shape: KVShape, settings: WorkerSettings, max_num_batched_tokens: int) -> int:

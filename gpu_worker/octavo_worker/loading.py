@@ -23,6 +23,7 @@ from octavo.metrics import WorkerMetrics
 from octavo.model_spec import ModelSpec
 from octavo.settings import WorkerSettings
 from octavo_worker.backends import Backend, choose_backend
+from octavo_worker.dequantized_copies import keep_copies
 from octavo_worker.engine import Engine
 from octavo_worker.gpu_readings import gpu_reader
 from octavo_worker.kv_cache import (
@@ -69,8 +70,8 @@ class RankGroup(Protocol):
     @property
     def exchange(self) -> "Exchange": ...
 
-    def agree(self, num_blocks: int) -> int:
-        """The number of KV blocks that every rank has room for."""
+    def agree(self, number: int) -> int:
+        """The least of every rank's numbers: room, KV blocks that fit."""
         ...
 
     def make_runner(
@@ -193,6 +194,9 @@ def load_runner(
     )
     config = model.config
     max_num_batched_tokens = settings.max_num_batched_tokens or _MAX_BATCHED_TOKENS[device.type]
+    if isinstance(model, Model):
+        agree = None if group is None else group.agree
+        keep_copies(model, settings, device, max_num_batched_tokens, agree)
     size = size_kv_cache(config, settings, device, max_num_batched_tokens)
     if group is not None:
         size = dataclasses.replace(size, num_blocks=group.agree(size.num_blocks))

@@ -315,6 +315,12 @@ class WorkerSettings(CommonSettings):
         "auto = as the checkpoint is; fp8 = linear layers rounded to 8-bit floats at load",
         choices=("auto", "fp8"),
     )
+    dequantized_copies: str = setting(
+        "auto",
+        "16-bit copies of 4-bit layers on a card, for steps of many rows: always, never, or auto "
+        "= if KV blocks lose at most a sixth to them",
+        choices=("auto", "always", "never"),
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "auto = the dtype that is computed in; fp8 = 8-bit floats, half the bytes",

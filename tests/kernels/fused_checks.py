@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo_kernels.e4m3_weight import arrange
+from octavo_kernels.w4_dequantize import dequantize
 from octavo_kernels.w4_weight import pack
 from octavo_kernels.w4a16 import matmul
 from octavo_worker.attention_inputs import StepInputs
@@ -37,7 +38,7 @@ class LaterStep:
 
     @classmethod
     def of(cls, model: Model, backend: Backend, prompts: Sequence[list[int]]) -> Self:
-        run = PagedRun(model, backend)
+        run = PagedRun(model, backend, num_blocks=64 + sum(len(ids) for ids in prompts) // 8)
         rows = [run.add(prompt) for prompt in prompts]
         run.step(chunks=[(row, len(row.token_ids)) for row in rows])
         for row in rows:
@@ -115,7 +116,8 @@ def _w4(dense: DenseLinear) -> tuple[Linear, Tensor]:
     codes = (groups / scales[:, :, None]).round() + 8
     weight = pack(codes.flatten(1).byte(), scales, torch.full_like(scales, 8), 64)
     linear = QuantLinear([], {}, dense.bias, PlainPiece)  # type: ignore[arg-type]
-    linear.pieces = (PackedPiece(W4Kernels(pack, matmul), weight, None),)
+    kernels = W4Kernels(pack, matmul, dequantize)
+    linear.pieces = (PackedPiece(kernels, weight, None, codes.shape[1] * codes.shape[2]),)
     return linear, ((codes - 8) * scales[:, :, None]).flatten(1)
 
 

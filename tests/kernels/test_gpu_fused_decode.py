@@ -8,6 +8,8 @@ import torch
 from octavo_worker.backends import choose_backend
 from octavo_worker.backends.fused_decode import FusedDecode
 from octavo_worker.models import Model, load_model
+from octavo_worker.models.mlp import GatedMlp
+from octavo_worker.models.quant_linear import MOST_ROWS_OF_CODES, QuantLinear
 from tests.kernels.fused_checks import LaterStep, check_step, narrow
 from tests.tiny_models import save_tiny_model
 
@@ -54,6 +56,24 @@ def test_narrow_weights(form: str, dtype: str, tolerance: float, pdl: bool, tmp_
         step = LaterStep.of(model, backend, PROMPTS)
         install()
         check_step(step, pdl=pdl, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-2), ("bfloat16", 8e-2)])
+def test_copies_beside_codes(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    """In a step of more rows than read codes; products large enough for tiles of a matrix too."""
+    backend, device = choose_backend("cuda")
+    shape = {"hidden_size": 1152, "intermediate_size": 4096, "head_dim": 64}
+    model = load_model(save_tiny_model(tmp_path, "llama", **shape), dtype=dtype, device=device)
+    with torch.inference_mode():
+        install = narrow(model, "w4")
+        step = LaterStep.of(model, backend, [[3, 1, row] for row in range(MOST_ROWS_OF_CODES)])
+        install()
+        for layer in model.layers:
+            assert isinstance(layer.mlp, GatedMlp)
+            for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down):
+                assert isinstance(linear, QuantLinear)
+                linear.keep_matrices(model.config.dtype)
+        check_step(step, tolerance=tolerance)
 
 
 def test_early_starts_change_no_bit(tmp_path: Path) -> None:

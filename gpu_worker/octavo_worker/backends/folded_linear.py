@@ -1,8 +1,10 @@
 """Linear layers as the fused decode step takes them: a weight that a product of few rows can read.
 
-Layers that can't be folded (several pieces, inputs in another order, odd sizes) are computed by
-themselves. Must not know: steps. Entry point: `FoldedLinear`.
+Layers that can't be folded (several pieces, codes of inputs in another order, odd sizes) are
+computed by themselves. Must not know: steps. Entry point: `FoldedLinear`.
 """
+
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,42 +13,52 @@ from octavo_kernels.skinny_tiles import Config, choose_config
 from octavo_kernels.skinny_weight import Weight
 from octavo_worker.models.fp8_linear import Fp8Linear
 from octavo_worker.models.linear import DenseLinear, Linear
-from octavo_worker.models.quant_linear import PackedPiece, PlainPiece, QuantLinear
+from octavo_worker.models.quant_linear import (
+    MOST_ROWS_OF_CODES,
+    PackedPiece,
+    PlainPiece,
+    QuantLinear,
+)
+
+
+class Folded(NamedTuple):
+    """What a product reads, and by which tiles."""
+
+    weight: Weight
+    config: Config
 
 
 class FoldedLinear:
-    """`linear`: computes the product by itself where `config` is None."""
+    """`linear`: computes the product by itself where `fold` gives None."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
-        self._weight = _weight_of(linear)
+        self._few, self._many = _weights_of(linear)
         self.bias = _bias_of(linear)
 
-    @property
-    def weight(self) -> Weight:
-        """Where `config` isn't None."""
-        assert self._weight is not None
-        return self._weight
-
-    def config(self, num_rows: int, *, gated: bool = False, adds: bool = False) -> Config | None:
-        """Tiles for so many rows; `adds`: to the residual stream, where no bias is folded."""
-        if self._weight is None or (adds and self.bias is not None):
+    def fold(self, num_rows: int, *, gated: bool = False, adds: bool = False) -> Folded | None:
+        """The product of so many rows; `adds`: to the residual stream, where no bias is folded."""
+        weight = self._many if num_rows > MOST_ROWS_OF_CODES else self._few
+        if weight is None or (adds and self.bias is not None):
             return None
-        return choose_config(num_rows, self._weight, gated=gated)
+        config = choose_config(num_rows, weight, gated=gated)
+        return None if config is None else Folded(weight, config)
 
 
-def _weight_of(linear: Linear) -> Weight | None:
+def _weights_of(linear: Linear) -> tuple[Weight | None, Weight | None]:
+    """For few rows, and for many."""
+    weight: Weight | None = None
     if isinstance(linear, DenseLinear):
-        return linear.weight
-    if isinstance(linear, Fp8Linear):
-        return E4m3Weight.of(linear.weight, linear.scales) if linear.is_arranged else None
-    if isinstance(linear, QuantLinear) and len(linear.pieces) == 1:
+        weight = linear.weight
+    elif isinstance(linear, Fp8Linear) and linear.is_arranged:
+        weight = E4m3Weight.of(linear.weight, linear.scales)
+    elif isinstance(linear, QuantLinear) and len(linear.pieces) == 1:
         piece = linear.pieces[0]
-        if isinstance(piece, PlainPiece):
-            return piece.weight
-        if isinstance(piece, PackedPiece) and piece.order is None:
-            return piece.weight
-    return None
+        if isinstance(piece, PackedPiece):
+            codes: Weight | None = piece.weight if piece.order is None else None
+            return codes, codes if piece.matrix is None else piece.matrix
+        weight = piece.weight if isinstance(piece, PlainPiece) else None
+    return weight, weight
 
 
 def _bias_of(linear: Linear) -> Tensor | None:

@@ -198,10 +198,10 @@ class FusedDecode:
     ) -> tuple[Tensor, Tensor]:
         """linear(rms_norm(stream)), or silu(gate) * up of it; and the residual stream."""
         residual = stream.residual
-        config = linear.config(residual.shape[0], gated=gated)
-        if config is not None and stream.scaled is not None:
+        folded = linear.fold(residual.shape[0], gated=gated)
+        if folded is not None and stream.scaled is not None:
             product = skinny_gemm(
-                *(stream.scaled, linear.weight, self._scratch, config),
+                *(stream.scaled, folded.weight, self._scratch, folded.config),
                 bias=linear.bias,
                 squares=stream.squares,
                 eps=self._eps,
@@ -214,9 +214,11 @@ class FusedDecode:
             hidden, residual = add_rms_norm(stream.delta, residual, norm.weight, self._eps)
         else:
             hidden = rms_norm(residual, norm.weight, self._eps)
-        if config is not None:
+        if folded is not None:
             product = skinny_gemm(
-                *(hidden, linear.weight, self._scratch, config), bias=linear.bias, gated=gated
+                *(hidden, folded.weight, self._scratch, folded.config),
+                bias=linear.bias,
+                gated=gated,
             )
             return product, residual
         product = linear.linear(hidden)
@@ -226,11 +228,12 @@ class FusedDecode:
         self, x: Tensor, linear: FoldedLinear, residual: Tensor, next_norm: _Norm
     ) -> _Stream:
         """residual + linear(x)."""
-        config = linear.config(x.shape[0], adds=True)
-        if config is None:
+        folded = linear.fold(x.shape[0], adds=True)
+        if folded is None:
             return _Stream(residual, delta=linear.linear(x))
         total, scaled, squares = skinny_gemm_add(
-            *(x, linear.weight, self._scratch, config, residual, next_norm.folded), pdl=self._pdl
+            *(x, folded.weight, self._scratch, folded.config, residual, next_norm.folded),
+            pdl=self._pdl,
         )
         return _Stream(total, scaled=scaled, squares=squares)
 

@@ -1,8 +1,8 @@
 """Linear layers of Llama 3.1 8B: as decode steps compute them ("skinny"), and by the other ways:
-4-bit weights by two, 8-bit floats by two, bf16 by one.
+4-bit weights by three, 8-bit floats by two, bf16 by one.
 
-Where two ways cross is what `octavo_kernels.w4a16` has in its table. Entry points:
-`linear_cases`, `fastest_ways`.
+Where two ways of 4-bit weights cross is what `octavo_kernels.w4a16` has in its table and, with a
+bf16 copy beside the codes, `models.quant_linear`. Entry points: `linear_cases`, `fastest_ways`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,11 @@ LAYERS = {
     "gate_up": (28_672, 4096),
     "down": (4096, 14_336),
 }
-_NUM_ROWS = (1, 2, 3, 8, 32, 64, 128, 192, 256)
+_FEW_ROWS = (1, 2, 3, 8, 32)
+# Where plain matrices overtake codes.
+_MANY_ROWS = (64, 96, 128, 192, 256)
+# Beside `Way`: by a bf16 copy of the weight.
+_COPY = "copy"
 _GROUP = 128
 _ITEM = 2
 
@@ -111,9 +115,12 @@ _FORMS = {"bf16": _bf16_weight, "e4m3": _e4m3_weight, "w4": _w4_weight}
 
 def _w4_cases() -> Iterator[Case]:
     for layer, (out_size, in_size) in LAYERS.items():
-        for num_rows in _NUM_ROWS:
+        for num_rows in _FEW_ROWS:
+            yield _w4(layer, out_size, in_size, num_rows, Way.GEMM)
+        for num_rows in _MANY_ROWS:
             for way in Way:
                 yield _w4(layer, out_size, in_size, num_rows, way)
+            yield _plain(f"w4a16 {layer} {num_rows} {_COPY}", out_size, in_size, num_rows)
         num_bytes = w4_bytes(out_size, in_size) + out_size * in_size * _ITEM
         yield _dequantize(layer, out_size, in_size, num_bytes)
 
@@ -169,18 +176,17 @@ def _fp8(layer: str, out_size: int, in_size: int, num_rows: int, way: str) -> Ca
 def _dense_cases() -> Iterator[Case]:
     for layer, (out_size, in_size) in LAYERS.items():
         for num_rows in (1, 8, 32, 128, 256):
-            num_bytes = (out_size * in_size + num_rows * (in_size + out_size)) * _ITEM
+            yield _plain(f"dense {layer} {num_rows}", out_size, in_size, num_rows)
 
-            def make(
-                num_rows: int = num_rows,
-                out_size: int = out_size,
-                in_size: int = in_size,
-                num_bytes: int = num_bytes,
-            ) -> list[Call]:
-                return [_dense(num_rows, out_size, in_size) for _ in range(num_sets(num_bytes))]
 
-            flops = 2 * num_rows * out_size * in_size
-            yield Case(f"dense {layer} {num_rows}", num_bytes, flops, make)
+def _plain(name: str, out_size: int, in_size: int, num_rows: int) -> Case:
+    """The library's product of a bf16 matrix."""
+    num_bytes = (out_size * in_size + num_rows * (in_size + out_size)) * _ITEM
+
+    def make() -> list[Call]:
+        return [_dense(num_rows, out_size, in_size) for _ in range(num_sets(num_bytes))]
+
+    return Case(name, num_bytes, 2 * num_rows * out_size * in_size, make)
 
 
 def _dense(num_rows: int, out_size: int, in_size: int) -> Call:
@@ -198,12 +204,17 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def fastest_ways(results: Iterable[Measured]) -> dict[str, dict[int, str]]:
-    """Layer -> rows -> the way that was fastest, of the 4-bit cases among `results`."""
+def fastest_ways(
+    results: Iterable[Measured], *, with_copies: bool = False
+) -> dict[str, dict[int, str]]:
+    """Layer -> rows -> the way that was fastest, of the 4-bit cases among `results`.
+
+    `with_copies`: bf16 copies lie beside the codes.
+    """
     best: dict[str, dict[int, Measured]] = {}
     for result in results:
         kernel, layer, *rest = result.case.name.split()
-        if kernel != "w4a16" or not rest[0].isdigit():
+        if kernel != "w4a16" or not rest[0].isdigit() or (rest[1] == _COPY and not with_copies):
             continue
         by_rows = best.setdefault(layer, {})
         num_rows = int(rest[0])

@@ -221,11 +221,15 @@ def _make_model(
         make = QuantMaker(config, config.quantization, device, stored, _kernels_for(device))
         _LOG.info("quantised: %s; computed with %s", config.quantization, make.form)
     if exchange is None:
-        return Model(config, device, tied=tied, make=make)
-    # Only here: a worker that has its model to itself imports none of it.
-    from octavo_worker.parallel.sharded import make_share
+        model = Model(config, device, tied=tied, make=make)
+    else:
+        # Only here: a worker that has its model to itself imports none of it.
+        from octavo_worker.parallel.sharded import make_share
 
-    return make_share(config, device, exchange, tied=tied, make=make)
+        model = make_share(config, device, exchange, tied=tied, make=make)
+    if isinstance(make, QuantMaker):
+        model.quantized = make.made
+    return model
 
 
 def meta_model(config: ModelConfig, *, is_packed: bool) -> Model:
@@ -238,14 +242,18 @@ def meta_model(config: ModelConfig, *, is_packed: bool) -> Model:
         make = Fp8Maker(config, quantization, meta, None)
     elif quantization is not None:
         make = QuantMaker(config, quantization, meta, None, None)
-    return Model(config, meta, tied=config.tie_word_embeddings, make=make)
+    model = Model(config, meta, tied=config.tie_word_embeddings, make=make)
+    if isinstance(make, QuantMaker):
+        model.quantized = make.made
+    return model
 
 
 def _kernels_for(device: torch.device) -> W4Kernels | None:
     if device.type != "cuda":
         return None
     # Only here: a CPU worker never imports triton.
+    from octavo_kernels.w4_dequantize import dequantize
     from octavo_kernels.w4_weight import pack
     from octavo_kernels.w4a16 import matmul
 
-    return W4Kernels(pack, matmul)
+    return W4Kernels(pack, matmul, dequantize)

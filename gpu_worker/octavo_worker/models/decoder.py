@@ -10,7 +10,7 @@ Shapes: T tokens of a step (prefill chunks first, then S decode rows), Hid hidde
 heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R rotated dims.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -29,6 +29,7 @@ from octavo_worker.slots import Slot, ones
 
 if TYPE_CHECKING:
     from octavo_worker.backends.base import Backend
+    from octavo_worker.models.quant_linear import QuantLinear
 
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
@@ -127,7 +128,8 @@ class VocabParts(Protocol):
 class Model:
     """A decoder with its parameters on one device, uninitialised until they're loaded.
 
-    `tied`: the head is the embedding matrix itself, held once.
+    `tied`: the head is the embedding matrix itself, held once. `quantized`: its linear layers of
+    which a part is quantised, for whoever knows what these can do.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Model:
         """
         self.config = own_config or config
         self.device = device
+        self.quantized: Sequence[QuantLinear] = ()
         self._vocab = vocab
         make = make or DenseMaker(config.dtype, device)
         make_experts = make_experts or partial(Experts, empty=self._empty)

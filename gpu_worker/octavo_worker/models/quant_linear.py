@@ -3,13 +3,14 @@
 Parts hold tensors as they are stored while these are loaded. `finish` unpacks them, brings them
 into the form that is computed with, and lets the stored form go: called layer by layer, so that
 a model never lies in memory twice. Parts are joined where their inputs are grouped alike, else
-computed one by one. Must not know: decoders, files, configurations. Entry point: `QuantLinear`.
+computed one by one. Codes may get a plain matrix beside them, for products of many rows. Must not
+know: decoders, files, configurations. Entry point: `QuantLinear`.
 
 T tokens, N outputs, K inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -24,6 +25,10 @@ from octavo_worker.quant.stored import LayerSize
 from octavo_worker.slots import Slot
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+# Up to so many rows a product reads codes even where a matrix lies beside them. Measured on an H200
+# with the layers of an 8B model: gate and up take 41 µs with codes and 60 with bf16 at 64 rows, 80
+# and 66 at 128 (qkv 16.5 and 17, 26.7 and 18). `octavo bench kernels w4a16` shows where they cross.
+MOST_ROWS_OF_CODES = 64
 
 
 class Piece(Protocol):
@@ -57,30 +62,49 @@ class W4Kernels(NamedTuple):
     # (codes, scales, zeros, group size) to the weight that `matmul` takes beside x.
     pack: Callable[[Tensor, Tensor, Tensor, int], Any]
     matmul: Callable[[Tensor, Any], Tensor]
+    # A packed weight as a matrix of a dtype, its columns as they were packed.
+    dequantize: Callable[[Any, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
-    """`weight`: what `kernels.pack` made; `order` int32: the inputs of its columns (None = all)."""
+    """`weight`: what `kernels.pack` made; `order` int32: the inputs of its columns (None = all).
+
+    `matrix` [n, K]: the same weights once more, for products of more than `MOST_ROWS_OF_CODES`
+    rows; None = codes serve them all. Its columns are the inputs in their own order.
+    """
 
     kernels: W4Kernels
     weight: Any
     order: Tensor | None
+    in_size: int
+    matrix: Tensor | None = None
 
     @classmethod
     def of(cls, codes: Codes, kernels: W4Kernels, dtype: torch.dtype) -> Self:
         """`dtype`: computed in; also of the scales, if no 16-bit float holds these."""
         values, scales, zeros, group_size, order = arrange(codes)
         weight = kernels.pack(values, _in_16_bits(scales, dtype), zeros, group_size)
-        return cls(kernels, weight, None if order is None else order.int())
+        return cls(kernels, weight, None if order is None else order.int(), len(codes.groups))
+
+    def with_matrix(self, dtype: torch.dtype) -> Self:
+        matrix = self.kernels.dequantize(self.weight, dtype)
+        if self.order is not None:
+            columns, matrix = matrix, matrix.new_zeros(matrix.shape[0], self.in_size)
+            # Added, not copied: columns that only fill a run up are 0 and name an input again.
+            matrix.index_add_(1, self.order, columns)
+        return replace(self, matrix=matrix)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.matrix is not None and x.shape[0] > MOST_ROWS_OF_CODES:
+            return F.linear(x, self.matrix)
         if self.order is not None:
             x = x.index_select(1, self.order)
         return self.kernels.matmul(x, self.weight)
 
     def num_bytes(self) -> int:
-        return self.weight.num_bytes + (0 if self.order is None else self.order.nbytes)
+        beside = (tensor for tensor in (self.order, self.matrix) if tensor is not None)
+        return self.weight.num_bytes + sum(tensor.nbytes for tensor in beside)
 
 
 def _in_16_bits(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,6 +133,10 @@ class QuantPart:
         self._forms = quantization.forms(size)
         self._raw = {form.suffix: _empty(form, size, region, device) for form in self._forms}
         self._order: Tensor | None = None
+
+    @property
+    def num_weights(self) -> int:
+        return len(self._region.outputs) * len(self._region.inputs)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         for form in self._forms:
@@ -178,6 +206,7 @@ class QuantLinear:
     ) -> None:
         """`biases`: the slots of all stored biases, by name; `bias` [N]: where they are."""
         self._parts = parts
+        self.num_quantized = sum(part.num_weights for part in parts if isinstance(part, QuantPart))
         self._biases = biases
         self.bias = bias
         self._make_piece = make_piece
@@ -211,6 +240,18 @@ class QuantLinear:
             pieces.append(self._make_piece(join(alike)))
         self._parts, self._biases = (), {}
         self.pieces = tuple(_joined(pieces))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether codes are computed with, once finished."""
+        return any(isinstance(piece, PackedPiece) for piece in self.pieces)
+
+    def keep_matrices(self, dtype: torch.dtype) -> None:
+        """Once finished: matrices beside codes, of `num_quantized` weights in all."""
+        self.pieces = tuple(
+            piece.with_matrix(dtype) if isinstance(piece, PackedPiece) else piece
+            for piece in self.pieces
+        )
 
     def num_bytes(self) -> int:
         """Once finished."""

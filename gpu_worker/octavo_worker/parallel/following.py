@@ -64,9 +64,9 @@ class FollowingGroup:
         is_beside = KEY in os.environ
         self.exchange = join(place, store, device, on_loopback=is_beside)
 
-    def agree(self, num_blocks: int) -> int:
+    def agree(self, number: int) -> int:
         """See `LeadingGroup.agree`."""
-        self.link.send(COUNT.pack(num_blocks))
+        self.link.send(COUNT.pack(number))
         message = self.link.receive()
         if message is None:
             raise SystemExit(1)

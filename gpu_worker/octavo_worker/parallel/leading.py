@@ -53,16 +53,16 @@ class LeadingGroup:
         self.exchange = join(place, store, device, on_loopback=place.is_alone)
         _logger.info("%d ranks share the model", place.share.size)
 
-    def agree(self, num_blocks: int) -> int:
-        """The number of KV blocks that every rank has room for."""
-        counts = [num_blocks]
+    def agree(self, number: int) -> int:
+        """The least of every rank's numbers."""
+        numbers = [number]
         for link in self._fellows.links:
             message = link.receive()
             if message is None:
                 raise UnavailableError(f"rank {link.rank} ended while loading")
-            counts += COUNT.unpack(message)
-        self._fellows.tell(COUNT.pack(min(counts)))
-        return min(counts)
+            numbers += COUNT.unpack(message)
+        self._fellows.tell(COUNT.pack(min(numbers)))
+        return min(numbers)
 
     def make_runner(
         self,

@@ -47,9 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         lines.append(json.dumps(facts | kernel_record(result)))
         print(lines[-1], flush=True)
     screen.print(kernel_table(results))
-    for layer, ways in linear.fastest_ways(results).items():
-        best = ", ".join(f"{num_rows}: {way}" for num_rows, way in ways.items())
-        screen.print(f"fastest way of 4-bit {layer} by rows: {best}")
+    for with_copies, held in ((False, ""), (True, " with copies")):
+        for layer, ways in linear.fastest_ways(results, with_copies=with_copies).items():
+            best = ", ".join(f"{num_rows}: {way}" for num_rows, way in ways.items())
+            screen.print(f"fastest way of 4-bit {layer}{held} by rows: {best}")
     if arguments.record:
         with Path(arguments.record).open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)

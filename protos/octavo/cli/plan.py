@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         context_tokens=arguments.context_tokens,
         memory_utilization=arguments.memory_utilization,
         block_size=arguments.block_size,
+        dequantized_copies=arguments.dequantized_copies,
     )
     plan = make_plan(footprint, gpu, wish)
     settings = _settings(arguments, footprint, plan)
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model-impl", default="auto", choices=("auto", "native", "transformers"))
     add("--quantization", default="auto", choices=("auto", "fp8"))
     add("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
+    add("--dequantized-copies", default="auto", choices=("auto", "always", "never"))
     add("--max-model-len", type=_count, default=0, metavar="LEN", help="0 = the model's")
     add("--max-num-seqs", type=_count, default=0, metavar="SEQS", help="0 = suggest")
     add("--context-tokens", type=_some, default=2048, metavar="TOKENS", help="typical [2048]")
@@ -131,6 +133,11 @@ def _settings(arguments: argparse.Namespace, footprint: Any, plan: CardPlan) -> 
     for name in ("dtype", "model_impl", "quantization", "kv_cache_dtype"):
         if getattr(arguments, name) != "auto":
             settings[name] = getattr(arguments, name)
+    if arguments.dequantized_copies == "never":
+        settings["dequantized_copies"] = "never"
+    elif plan.copies_bytes:
+        # The cache's size was taken beside them: a worker without them would leave theirs unused.
+        settings["dequantized_copies"] = "always"
     if arguments.max_model_len or plan.max_model_len < footprint.max_model_len:
         settings["max_model_len"] = plan.max_model_len
     if arguments.block_size != 16:
@@ -149,6 +156,7 @@ def _lines(name: str, footprint: Any, gpu: Gpu, plan: CardPlan, wish: Wish) -> l
         f"{name} ({footprint.architecture}, {footprint.implementation}) on {cards}",
         _line("card", f"{_gb(gpu.memory_bytes)}{each}, {_gb(plan.usable_bytes)} to be used"),
         _line("weights", f"{_gb(plan.weight_bytes)}{each} ({footprint.weight_format}{stored})"),
+        *_copies_lines(footprint, plan, each),
         _line("a step's scratch", f"{_gb(plan.scratch_bytes)}{each}, at most"),
         _line("KV cache", f"{_gb(plan.kv_cache_bytes)}{each} ({footprint.kv_dtype})"),
         _line("", f"{plan.kv_bytes_per_token:,} bytes a token{each}"),
@@ -167,6 +175,17 @@ def _lines(name: str, footprint: Any, gpu: Gpu, plan: CardPlan, wish: Wish) -> l
             _line("", f"{limits.prefill:,.0f} prompt tokens/s (arithmetic)"),
         ]
     return lines
+
+
+def _copies_lines(footprint: Any, plan: CardPlan, each: str) -> list[str]:
+    """Nothing for models that have no 4-bit layers."""
+    if not footprint.copies_bytes:
+        return []
+    each_bytes = footprint.copies_bytes // plan.tensor_parallel
+    kept = f"none; of 4-bit layers they'd take {_gb(each_bytes)}{each}"
+    if plan.copies_bytes:
+        kept = f"{_gb(plan.copies_bytes)}{each} (of 4-bit layers, for steps of many rows)"
+    return [_line("16-bit copies", kept)]
 
 
 def _line(label: str, text: str) -> str:

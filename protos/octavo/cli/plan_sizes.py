@@ -1,7 +1,8 @@
 """What fits on a card and how fast it could be: arithmetic over a model's sizes. No I/O.
 
 Memory of one card: what the share of it that may be used leaves after weights, the CUDA context
-and a step's scratch is the KV cache's, as the worker sizes it. With N cards each holds 1/N of the
+and a step's scratch is the KV cache's, as the worker sizes it; 16-bit copies of 4-bit layers take
+their part of that where the worker would keep them. With N cards each holds 1/N of the
 weights, and the KV heads are dealt out, or repeated where there are fewer. Limits: a step reads
 its weights once and each row's KV, and multiplies every row with the weights:
 
@@ -32,6 +33,8 @@ class Sizes(Protocol):
     @property
     def weight_bytes(self) -> int: ...
     @property
+    def copies_bytes(self) -> int: ...
+    @property
     def read_bytes(self) -> int: ...
     @property
     def read_bytes_of_one(self) -> int: ...
@@ -48,16 +51,20 @@ class Sizes(Protocol):
 
     def scratch_bytes(self, max_num_seqs: int, max_num_batched_tokens: int) -> int: ...
 
+    def keeps_copies(self, copies_bytes: int, room_bytes: int, most_kv_bytes: int) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked for; 0 = suggest one. `context_tokens`: of a typical sequence."""
+    """What is asked for; 0 = suggest one. `context_tokens`: of a typical sequence;
+    `dequantized_copies`: as the worker's setting."""
 
     tensor_parallel: int = 0
     max_num_seqs: int = 0
     context_tokens: int = 2048
     memory_utilization: float = 0.9
     block_size: int = 16
+    dequantized_copies: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class CardPlan:
     max_model_len: int
     usable_bytes: int
     weight_bytes: int
+    copies_bytes: int
     scratch_bytes: int
     kv_cache_bytes: int
     kv_bytes_per_token: int
@@ -112,9 +120,10 @@ def make_plan(sizes: Sizes, gpu: Gpu, wish: Wish) -> CardPlan:
             param="tensor_parallel",
         )
     if best is None:
+        copies = f"{_gb(tried.copies_bytes)} for copies, " if tried.copies_bytes else ""
         raise ConfigurationError(
             f"doesn't fit on {tried.tensor_parallel} x {gpu.name}: of {_gb(tried.usable_bytes)} "
-            f"that may be used, each needs {_gb(tried.weight_bytes)} for weights, "
+            f"that may be used, each needs {_gb(tried.weight_bytes)} for weights, {copies}"
             f"{_gb(tried.scratch_bytes)} for a step's scratch and {_gb(CONTEXT_BYTES)} for CUDA; "
             "take larger cards or a quantised model",
             param="gpu",
@@ -133,9 +142,12 @@ def _plan(sizes: Sizes, gpu: Gpu, wish: Wish, num_cards: int, context: int) -> C
     per_token *= -(-sizes.num_kv_heads // num_cards)
     per_block = per_token * wish.block_size
 
-    def room(seqs: int, batched_tokens: int) -> int:
+    def most_blocks(seqs: int) -> int:
+        return seqs * -(-sizes.max_model_len // wish.block_size) + 1
+
+    def room(seqs: int, batched_tokens: int, copies_bytes: int) -> int:
         scratch = sizes.scratch_bytes(seqs, batched_tokens)
-        return max(usable - weight_bytes - CONTEXT_BYTES - scratch, 0)
+        return max(usable - weight_bytes - CONTEXT_BYTES - scratch - copies_bytes, 0)
 
     seqs = wish.max_num_seqs or 256
     batched_tokens = next(
@@ -146,10 +158,12 @@ def _plan(sizes: Sizes, gpu: Gpu, wish: Wish, num_cards: int, context: int) -> C
         ),
         _BATCHED_TOKENS[-1],
     )
+    copies_bytes = _copies(
+        sizes, wish, num_cards, room(seqs, batched_tokens, 0), most_blocks(seqs) * per_block
+    )
     if not wish.max_num_seqs:
-        seqs = _suggest_seqs(room(seqs, batched_tokens) // per_token, context)
-    most = seqs * -(-sizes.max_model_len // wish.block_size) + 1
-    num_blocks = min(room(seqs, batched_tokens) // per_block, most)
+        seqs = _suggest_seqs(room(seqs, batched_tokens, copies_bytes) // per_token, context)
+    num_blocks = min(room(seqs, batched_tokens, copies_bytes) // per_block, most_blocks(seqs))
     num_tokens = max(num_blocks - 1, 0) * wish.block_size  # one is the null block
     return CardPlan(
         tensor_parallel=num_cards,
@@ -158,6 +172,7 @@ def _plan(sizes: Sizes, gpu: Gpu, wish: Wish, num_cards: int, context: int) -> C
         max_model_len=min(sizes.max_model_len, num_tokens),
         usable_bytes=usable,
         weight_bytes=weight_bytes,
+        copies_bytes=copies_bytes,
         scratch_bytes=sizes.scratch_bytes(seqs, batched_tokens),
         kv_cache_bytes=num_blocks * per_block,
         kv_bytes_per_token=per_token,
@@ -167,6 +182,19 @@ def _plan(sizes: Sizes, gpu: Gpu, wish: Wish, num_cards: int, context: int) -> C
         sequences_at_context=num_tokens / context,
         limits=_limits(sizes, gpu, num_cards, seqs, num_tokens, context),
     )
+
+
+def _copies(sizes: Sizes, wish: Wish, num_cards: int, room: int, most_kv_bytes: int) -> int:
+    """Bytes of the copies that each card keeps."""
+    copies_bytes = -(-sizes.copies_bytes // num_cards)
+    match wish.dequantized_copies:
+        case "always":
+            return copies_bytes
+        case "auto":
+            is_kept = sizes.keeps_copies(copies_bytes, room, most_kv_bytes)
+            return copies_bytes if is_kept else 0
+        case _:
+            return 0
 
 
 def _suggest_seqs(num_tokens: int, context: int) -> int:

@@ -99,6 +99,8 @@ def test_codes_of_four_bits_stay_packed(tmp_path: Path) -> None:
     groups = linears // 32
     packed = linears // 2 + groups * (2 + 0.5) + heads  # codes; scales and zeros
     assert planned.weight_bytes == pytest.approx(packed, rel=0.01)
+    assert planned.copies_bytes == 2 * linears
+    assert footprint(tmp_path, dtype="float32").copies_bytes == 0
     # Arithmetic is that of the plain model.
     assert planned.params_per_token == pytest.approx(linears + 384 * 128, rel=0.01)
 

@@ -61,9 +61,14 @@ def test_experts_are_read_once_if_they_are_hit() -> None:
 
 
 def test_every_way_of_4_bit_layers_is_measured() -> None:
+    """Where they cross; few rows only read codes."""
     for layer in ("qkv", "o", "gate_up", "down"):
-        ways = {name.split()[-1] for name in CASES if name.startswith(f"w4a16 {layer} 1 ")}
-        assert ways == {"gemm", "dequantize"}
+        for num_rows in (1, 32, 64, 96, 128, 192, 256):
+            start = f"w4a16 {layer} {num_rows} "
+            ways = {name.split()[-1] for name in CASES if name.startswith(start)}
+            assert ways == ({"gemm"} if num_rows < 64 else {"gemm", "dequantize", "copy"})
+    copy, dense = CASES["w4a16 down 128 copy"], CASES["dense down 128"]
+    assert (copy.num_bytes, copy.flops) == (dense.num_bytes, dense.flops)
 
 
 def test_decode_steps_products_are_measured() -> None:
@@ -112,15 +117,16 @@ def test_table_and_record() -> None:
 
 
 def test_the_fastest_way_a_number_of_rows() -> None:
-    times = {"o 1 gemm": 4.0, "o 1 dequantize": 50.0}
-    times |= {"o 256 gemm": 60.0, "o 256 dequantize": 55.0, "down 8 gemm": 9.0}
+    times = {"o 64 gemm": 4.0, "o 64 dequantize": 50.0, "o 64 copy": 5.0, "down 8 gemm": 9.0}
+    times |= {"o 256 gemm": 60.0, "o 256 dequantize": 55.0, "o 256 copy": 15.0}
     results = [_measured(CASES[f"w4a16 {name}"], us) for name, us in times.items()]
     results.append(_measured(CASES["w4a16 o to bf16"], 1.0))
     results.append(_measured(CASES["dense o 1"], 1.0))
     assert fastest_ways(results) == {
-        "o": {1: "gemm", 256: "dequantize"},
+        "o": {64: "gemm", 256: "dequantize"},
         "down": {8: "gemm"},
     }
+    assert fastest_ways(results, with_copies=True)["o"] == {64: "gemm", 256: "copy"}
 
 
 def test_without_a_card_it_says_so(

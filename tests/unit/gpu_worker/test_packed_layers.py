@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo_kernels.w4_dequantize import dequantize_reference
 from octavo_kernels.w4_weight import check_group_size, pack
 from octavo_kernels.w4a16 import matmul_reference
 from octavo_worker.models import Model, ModelConfig
@@ -20,17 +21,20 @@ from octavo_worker.weights import SINGLE_NAME, Checkpoint, load_weights
 from tests.unit.gpu_worker.quantized_checkpoints import Recipe, save_quantized
 from tests.unit.gpu_worker.test_quantized_models import assert_equals_twin
 
-KERNELS = W4Kernels(pack, matmul_reference)
+KERNELS = W4Kernels(pack, matmul_reference, dequantize_reference)
 
 
-def load_packed(folder: Path) -> Model:
-    config = ModelConfig.from_folder(folder)
+def load_packed(
+    folder: Path, kernels: W4Kernels = KERNELS, dtype: torch.dtype = torch.float32
+) -> Model:
+    config = ModelConfig.from_folder(folder, dtype=dtype)
     assert config.quantization is not None
     with Checkpoint(folder) as checkpoint:
         make = QuantMaker(
-            config, config.quantization, torch.device("cpu"), checkpoint.tensors, KERNELS
+            config, config.quantization, torch.device("cpu"), checkpoint.tensors, kernels
         )
         model = Model(config, torch.device("cpu"), tied=False, make=make)
+        model.quantized = make.made
         load_weights(checkpoint, model.slots())
     model.finish()
     return model

@@ -210,13 +210,18 @@ def test_quantised_layers_lie_in_parts_too(tmp_path: Path) -> None:
     def load(exchange: ThreadExchange) -> int:
         model = load_model(tmp_path, exchange=exchange)
         assert isinstance(model.layers[0].qkv, QuantLinear)
+        num_quantized.append(sum(layer.num_quantized for layer in model.quantized))
         return model.num_bytes()
+
+    num_quantized: list[int] = []
 
     first, second = run_ranks(2, load)
     norms = 5 * 128 * 4
     assert first == second
     # Of the quantised ones' biases, qkv's are cut.
-    assert first - norms == (load_model(tmp_path).num_bytes() - norms) // 2
+    whole = load_model(tmp_path)
+    assert first - norms == (whole.num_bytes() - norms) // 2
+    assert num_quantized == [sum(layer.num_quantized for layer in whole.quantized) // 2] * 2
 
 
 def test_experts_are_cut_alike_however_they_are_stored() -> None:

@@ -11,6 +11,8 @@ from octavo.cli.main import main as octavo
 from octavo.cli.plan_sizes import CONTEXT_BYTES, Wish, make_plan
 from octavo.cli.workloads import load_shapes
 from octavo.errors import ConfigurationError
+from octavo_worker.dequantized_copies import KVWish, are_affordable
+from tests.unit.gpu_worker.quantized_checkpoints import Recipe, save_quantized
 
 GIB = 1 << 30
 
@@ -20,6 +22,7 @@ class EightB:
     """Of an 8B model in bfloat16."""
 
     weight_bytes: int = 16 * 10**9
+    copies_bytes: int = 0
     read_bytes: int = 15 * 10**9
     read_bytes_of_one: int = 15 * 10**9
     params_per_token: int = 7_500_000_000
@@ -30,6 +33,9 @@ class EightB:
 
     def scratch_bytes(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         return max_num_seqs * 2_000_000 + max_num_batched_tokens * 150_000 + GIB // 2
+
+    def keeps_copies(self, copies_bytes: int, room_bytes: int, most_kv_bytes: int) -> bool:
+        return are_affordable(copies_bytes, room_bytes, KVWish(most_kv_bytes, 0))
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -81,6 +87,25 @@ def test_no_more_blocks_than_rows_can_fill() -> None:
     plan = make_plan(short, find_gpu("H200"), Wish(max_num_seqs=10))
     assert plan.num_kv_blocks == 10 * 7 + 1
     assert plan.max_num_seqs == 10
+
+
+def test_copies_of_4_bit_layers_take_their_part() -> None:
+    packed = EightB(weight_bytes=6 * 10**9, copies_bytes=14 * 10**9)
+    large, small = find_gpu("H200"), find_gpu("A100-80")
+    never = make_plan(packed, large, Wish(max_num_seqs=256, dequantized_copies="never"))
+    auto = make_plan(packed, large, Wish(max_num_seqs=256))
+    assert (never.copies_bytes, auto.copies_bytes) == (0, 14 * 10**9)
+    per_block = 16 * auto.kv_bytes_per_token
+    lost = never.kv_cache_bytes - auto.kv_cache_bytes
+    assert abs(lost - auto.copies_bytes) <= per_block
+    # More than a sixth of what the smaller card leaves: only if they must be.
+    assert make_plan(packed, small, Wish(tensor_parallel=1)).copies_bytes == 0
+    must = Wish(dequantized_copies="always")
+    assert make_plan(packed, small, must).copies_bytes == 14 * 10**9
+    assert make_plan(packed, large, Wish(tensor_parallel=2)).copies_bytes == 7 * 10**9
+    tiny = Gpu("tiny", 20 * GIB, 1e12, 100e12)
+    with pytest.raises(ConfigurationError, match=r"6\.0 GB for weights, 14\.0 GB for copies"):
+        make_plan(packed, tiny, replace(must, tensor_parallel=1))
 
 
 def test_experts_are_read_as_they_are_needed() -> None:
@@ -140,6 +165,20 @@ def test_what_was_asked_for_is_among_the_settings(
     assert octavo(["plan", str(tiny), "--gpu", "L4", "--json", *flags]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert asked.items() <= settings.items()
+
+
+def test_copies_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the worker is told to keep them beside the cache that was sized with them."""
+    save_quantized(tmp_path, Recipe("awq"))
+    arguments = ["plan", str(tmp_path), "--gpu", "H200", "--dtype", "float16"]
+    assert octavo(arguments) == 0
+    text = capsys.readouterr().out
+    assert "16-bit copies     0.00 GB (of 4-bit layers, for steps of many rows)" in text
+    assert "--dequantized-copies always" in text
+    assert octavo([*arguments, "--dequantized-copies", "never"]) == 0
+    text = capsys.readouterr().out
+    assert "16-bit copies     none; of 4-bit layers they'd take 0.00 GB" in text
+    assert "--dequantized-copies never" in text
 
 
 def _flag(name: str) -> str:
