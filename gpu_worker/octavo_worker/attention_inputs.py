@@ -38,9 +38,23 @@ class StepInputs:
     # No chunk has tokens before it. What isn't known to the host is none.
     is_fresh: bool = False
 
+    # None: the hidden states of all tokens are read.
+    readout: "Readout | None" = None
+
     @property
     def num_decode_rows(self) -> int:
         return self.decode_context_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """The E tokens of a step whose hidden states are read; the others leave keys and values alone.
+
+    So the last layer computes only these, once it has stored those of all.
+    """
+
+    tokens: torch.Tensor  # int64 [E]; indices among the step's
+    inputs: StepInputs  # of a step in which they are decode rows; dead ones have length 0
 
 
 class KvScales(NamedTuple):

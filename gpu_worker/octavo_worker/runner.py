@@ -256,7 +256,11 @@ class Runner:
             return Draw(entries, [], [], None), ()
         shape = shape_of(work)
         sent = SentStep.of(self._rows.upload(pack(work, shape, self._spare_row)), shape)
-        inputs = step_inputs(sent, self._rows, self._limits.block_size, StepBounds.of(work))
+        inputs = step_inputs(
+            *(sent, self._rows, self._limits.block_size, StepBounds.of(work)),
+            # Log-probabilities of prompts are read off the hidden states of all their tokens.
+            num_entries=None if work.prompt_pieces else len(work.entry_rows),
+        )
         hidden = self._model.forward(inputs, self._kv_caches, self._backend)
         draw = self._draw(work, sent, inputs, hidden) if len(work.entry_rows) else None
         to_logits, vocab_size = self._model.logits, self._limits.vocab_size
@@ -316,9 +320,9 @@ class Runner:
 
     def _mixed_step(self, sent: SentStep) -> torch.Tensor:
         """The step that was `sent` without the host: tokens and events [2, C + S]."""
-        inputs = step_inputs(sent, self._rows, self._limits.block_size)
-        hidden = self._model.forward(inputs, self._kv_caches, self._backend)
         num_entries = sent.shape.num_chunks + sent.shape.num_rows
+        inputs = step_inputs(sent, self._rows, self._limits.block_size, num_entries=num_entries)
+        hidden = self._model.forward(inputs, self._kv_caches, self._backend)
         entries = entries_of(sent, inputs, hidden, self._rows, self._spare_row, num_entries)
         logits = self._model.logits(entries.hidden)
         return self._draw_plain(logits, entries.rows, entries.positions, entries.was_live)

@@ -23,6 +23,12 @@ class Entries(NamedTuple):
     was_live: Tensor  # bool [E]
 
 
+def chunk_entries(sent: SentStep, num_entries: int) -> slice:
+    """Which of the C places of chunks belong to a step's last `num_entries` entries."""
+    num_chunks, num_rows = sent.shape.num_chunks, sent.shape.num_rows
+    return slice(num_chunks + num_rows - num_entries, num_chunks)
+
+
 def entries_of(
     sent: SentStep,
     inputs: StepInputs,
@@ -33,19 +39,21 @@ def entries_of(
 ) -> Entries:
     """The last `num_entries` places of a step's chunks and decode rows; of a captured step all.
 
-    hidden: [tokens of the step, hidden size]. Of all chunks those that draw nothing are there as
-    `spare_row`, which is dead.
+    hidden: of these places, [E, hidden size], if that's what the inputs say is read; else of all
+    tokens of the step. Of all chunks those that draw nothing are there as `spare_row`, which is
+    dead.
     """
-    num_chunks, num_rows = sent.shape.num_chunks, sent.shape.num_rows
-    last = slice(num_chunks + num_rows - num_entries, num_chunks)
-    states = hidden[inputs.num_prefill_tokens :]
+    last = chunk_entries(sent, num_entries)
     positions = inputs.decode_context_lens.long()
     is_live = rows.is_live[sent.decode_rows]
-    if last.start == num_chunks:
-        return Entries(states, sent.decode_rows, positions, is_live)
+    if inputs.readout is None:
+        decoding = hidden[inputs.num_prefill_tokens :]
+        hidden = torch.cat([hidden[sent.entry_states[last]], decoding])
+    if last.start == last.stop:
+        return Entries(hidden, sent.decode_rows, positions, is_live)
     chunk_rows = sent.entry_rows[last]
     return Entries(
-        torch.cat([hidden[sent.entry_states[last]], states]),
+        hidden,
         torch.cat([chunk_rows, sent.decode_rows]),
         torch.cat([sent.entry_positions[last], positions]),
         # A row that has just computed its last chunk becomes live by this draw.

@@ -4,13 +4,15 @@ Must not know: plans' checks, models. Entry points: `step_inputs`, `decode_step_
 here asks the host: a CUDA graph can hold it.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from octavo_worker.attention_inputs import StepInputs
+from octavo_worker.attention_inputs import Readout, StepInputs
 from octavo_worker.rows import RowTensors
 from octavo_worker.sent_step import SentStep
+from octavo_worker.step_entries import chunk_entries
 from octavo_worker.step_work import StepWork
 
 
@@ -33,11 +35,17 @@ class StepBounds(NamedTuple):
 
 
 def step_inputs(
-    sent: SentStep, rows: RowTensors, block_size: int, bounds: StepBounds | None = None
+    sent: SentStep,
+    rows: RowTensors,
+    block_size: int,
+    bounds: StepBounds | None = None,
+    *,
+    num_entries: int | None = None,
 ) -> StepInputs:
     """The step's inputs. Device-dead decode rows get length 0 and slot -1, padding tokens slot -1.
 
     Without `bounds` the step may be any of its shape: it's what a graph is captured of.
+    `num_entries`: of all tokens only the last so many entries are read (see `step_entries`).
     """
     if bounds is None:
         longest = rows.block_table.shape[1] * block_size
@@ -48,7 +56,7 @@ def step_inputs(
     slots = torch.where(sent.owners >= 0, blocks * block_size + positions % block_size, -1)
     decode_ids, decode_positions, decode_slots = _decode_tokens(sent.decode_rows, rows, block_size)
     num_columns = -(-bounds.max_context_decode // block_size)
-    return StepInputs(
+    inputs = StepInputs(
         input_ids=torch.cat([sent.input_ids, decode_ids]),
         positions=torch.cat([positions, decode_positions]),
         slot_mapping=torch.cat([slots, decode_slots]),
@@ -63,6 +71,37 @@ def step_inputs(
         max_context_decode=bounds.max_context_decode,
         is_fresh=bounds.is_fresh,
     )
+    if num_entries is None or not sent.shape.num_chunks:
+        return inputs
+    return replace(inputs, readout=_readout(sent, inputs, rows, block_size, num_entries))
+
+
+def _readout(
+    sent: SentStep, inputs: StepInputs, rows: RowTensors, block_size: int, num_entries: int
+) -> Readout:
+    last = chunk_entries(sent, num_entries)
+    num_tokens = sent.shape.num_tokens
+    decoding = torch.arange(num_tokens, num_tokens + sent.shape.num_rows, device=rows.device)
+    tokens = torch.cat([sent.entry_states[last], decoding])
+    chunk_lens = sent.entry_positions[last].to(torch.int32)  # what a token is drawn behind
+    context_lens = torch.cat([chunk_lens, inputs.decode_context_lens])
+    longest = max(inputs.max_context_prefill, inputs.max_context_decode)
+    entry_rows = torch.cat([sent.entry_rows[last], sent.decode_rows])
+    as_decode = StepInputs(
+        input_ids=inputs.input_ids[tokens],
+        positions=inputs.positions[tokens],
+        slot_mapping=torch.where(context_lens > 0, inputs.slot_mapping[tokens], -1),
+        num_prefill_tokens=0,
+        cu_seqlens_q=inputs.cu_seqlens_q[:1],
+        prefill_context_lens=inputs.prefill_context_lens[:0],
+        prefill_block_table=inputs.prefill_block_table[:0],
+        max_seqlen_q=0,
+        max_context_prefill=0,
+        decode_context_lens=context_lens,
+        decode_block_table=rows.block_table[entry_rows, : -(-longest // block_size)],
+        max_context_decode=longest,
+    )
+    return Readout(tokens, as_decode)
 
 
 def decode_step_inputs(decode_rows: torch.Tensor, rows: RowTensors, block_size: int) -> StepInputs:

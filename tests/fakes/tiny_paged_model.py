@@ -69,6 +69,8 @@ class TinyPagedModel:
             attended = torch.cat(parts).flatten(1) @ self.out[layer].T
             x, hidden = backend.add_rms_norm(attended, hidden, self.norm, EPS)
             hidden = hidden + backend.silu_mul(x @ self.gate_up[layer].T)
+        if inputs.readout is not None:
+            hidden = hidden[inputs.readout.tokens]
         return backend.rms_norm(hidden, self.norm, EPS)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

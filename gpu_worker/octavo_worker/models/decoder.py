@@ -227,16 +227,24 @@ class Model:
         kv_caches: list[tuple[Tensor, Tensor]],
         backend: "Backend",
     ) -> Tensor:
-        """Run a step: hidden states [T, Hid] after the final norm; K and V are stored.
+        """Run a step: hidden states after the final norm, [T, Hid] or of `inputs.readout` alone.
 
-        `kv_caches` holds (k_cache, v_cache), each [N, K, B, D], for every layer.
+        K and V are stored. `kv_caches` holds (k_cache, v_cache), each [N, K, B, D], for every
+        layer.
         """
         eps = self.config.rms_norm_eps
         residual = self._embed(inputs.input_ids)
         hidden = backend.rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            hidden = self._attention(layer, hidden, inputs, kv_cache, backend)
+            q, k, v = self._project(layer, hidden, inputs, kv_cache, backend)
+            if layer is self.layers[-1] and (readout := inputs.readout) is not None:
+                # No later layer asks for what the other tokens become.
+                residual, q = residual[readout.tokens], q[readout.tokens]
+                inputs = readout.inputs
+                if not len(q):
+                    return residual
+            hidden = self._attend(layer, q, (k, v), inputs, kv_cache, backend)
             if layer.after_attention_norm is not None:
                 hidden = backend.rms_norm(hidden, layer.after_attention_norm, eps)
             hidden, residual = backend.add_rms_norm(
@@ -263,15 +271,18 @@ class Model:
         scale = self.config.embed_scale
         return hidden if scale is None else hidden * scale
 
-    def _attention(
+    def _project(
         self,
         layer: Layer,
         hidden: Tensor,
         inputs: StepInputs,
         kv_cache: tuple[Tensor, Tensor],
         backend: "Backend",
-    ) -> Tensor:
-        """[T, Hid] -> [T, Hid]. Q, k, v are views of one matrix: only their rows are dense."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, K, D] of hidden [T, Hid]; k and v are stored.
+
+        They may be views of one matrix: only their rows are dense.
+        """
         config, (k_cache, v_cache) = self.config, kv_cache
         q, k, v = split_heads(layer.qkv(hidden), config)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -281,6 +292,19 @@ class Model:
             *(q, k, v, layer.cos_sin, inputs.positions, inputs.slot_mapping, k_cache, v_cache),
             kv_scales=layer.options.kv_scales,
         )
+        return q, k, v
+
+    def _attend(
+        self,
+        layer: Layer,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        inputs: StepInputs,
+        kv_cache: tuple[Tensor, Tensor],
+        backend: "Backend",
+    ) -> Tensor:
+        """[T, Hid] of q [T, H, D]; `kv`: what was just stored."""
+        (k, v), (k_cache, v_cache) = kv, kv_cache
         num_prefill = inputs.num_prefill_tokens
         parts: list[Tensor] = []
         if num_prefill > 0:

@@ -162,7 +162,7 @@ class FallbackModel:
     def forward(
         self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]], backend: "Backend"
     ) -> Tensor:
-        """Run a step: hidden states [T, Hid] after the final norm; K and V are stored."""
+        """Run a step: hidden states after the final norm of the tokens read; K and V are stored."""
         step = self._step
         step.inputs, step.kv_caches, step.backend = inputs, kv_caches, backend
         output = self._decoder(
@@ -170,7 +170,8 @@ class FallbackModel:
             position_ids=inputs.positions[None],
             use_cache=False,
         )
-        return output.last_hidden_state[0]
+        hidden = output.last_hidden_state[0]
+        return hidden if inputs.readout is None else hidden[inputs.readout.tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, V] for hidden states [S, Hid], by the model's own head, scale and cap."""

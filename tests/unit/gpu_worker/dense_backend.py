@@ -11,12 +11,12 @@ T tokens, H query heads, K kv heads, D head dim, N blocks, B block size, V vocab
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from octavo_worker.attention_inputs import AttentionOptions, KvScales, StepInputs
+from octavo_worker.attention_inputs import AttentionOptions, KvScales, Readout, StepInputs
 from octavo_worker.backends import Backend
 from octavo_worker.models import Model
 from octavo_worker.sampling import SamplingTensors
@@ -250,12 +250,51 @@ class PagedRun:
         )
         hidden = self.model.forward(inputs, self.kv_caches, self.backend)
         assert hidden.shape == (len(ids), self.model.config.hidden_size)
+        if chunks:
+            self._check_readout(inputs, hidden, [sequence for sequence, _ in chunks], rows)
         logits = iter(self.model.logits(hidden))
         for sequence, count in work:
             for index in range(count):
                 row = next(logits)
                 if sequence is not None:
                     sequence.logits[sequence.num_computed - count + index] = row
+
+    def _check_readout(
+        self,
+        inputs: StepInputs,
+        hidden: Tensor,
+        chunks: Sequence[PagedSequence],
+        rows: Sequence[PagedSequence | None],
+    ) -> None:
+        """The same step with only its last tokens and rows read gives their states alone."""
+        tokens = torch.cat(
+            [
+                inputs.cu_seqlens_q[1:] - 1,
+                inputs.num_prefill_tokens + self._tensor(range(len(rows))),
+            ]
+        ).long()
+        context_lens = torch.cat([inputs.prefill_context_lens, inputs.decode_context_lens])
+        longest = max(inputs.max_context_prefill, inputs.max_context_decode)
+        read = StepInputs(
+            input_ids=inputs.input_ids[tokens],
+            positions=inputs.positions[tokens],
+            slot_mapping=inputs.slot_mapping[tokens],
+            num_prefill_tokens=0,
+            cu_seqlens_q=inputs.cu_seqlens_q[:1],
+            prefill_context_lens=inputs.prefill_context_lens[:0],
+            prefill_block_table=inputs.prefill_block_table[:0],
+            max_seqlen_q=0,
+            max_context_prefill=0,
+            decode_context_lens=context_lens,
+            decode_block_table=self._table([*chunks, *rows]),
+            max_context_decode=longest,
+        )
+        inputs = replace(inputs, readout=Readout(tokens, read))
+        states = self.model.forward(inputs, self.kv_caches, self.backend)
+        tolerance = 1e-4 if states.dtype == torch.float32 else 0.1
+        torch.testing.assert_close(
+            states, hidden[tokens], rtol=tolerance, atol=tolerance, equal_nan=True
+        )
 
     def _table(self, sequences: Sequence[PagedSequence | None]) -> Tensor:
         table = torch.zeros(len(sequences), self._max_blocks, dtype=torch.int32)
