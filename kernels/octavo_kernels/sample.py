@@ -268,7 +268,7 @@ def sample_launch(
             "IS_CUT": count > 1,
             "MOST_PARTS": _MOST_PARTS,
         },
-        num_warps=max(1, tile // 256),
+        num_warps=max(1, tile // 128),
         # One rounding more or less could decide a race: as on the host, none is fused away.
         enable_fp_fusion=False,
     )

@@ -42,7 +42,7 @@ class Way(Enum):
 
 # The most rows for which a product of tiles is the faster way. To measure it again: `octavo bench
 # kernels` times both around it and says which wins.
-_MAX_GEMM_ROWS = 192
+_MAX_GEMM_ROWS = 256
 
 
 class _Shape(NamedTuple):

@@ -21,7 +21,14 @@ from torch.nn import functional as F
 
 from octavo_worker.attention_inputs import KvScales, StepInputs
 from octavo_worker.models.config import ModelConfig
-from octavo_worker.models.linear import DenseMaker, LinearMaker, Split, Weights
+from octavo_worker.models.linear import (
+    DenseLinear,
+    DenseMaker,
+    Linear,
+    LinearMaker,
+    Split,
+    Weights,
+)
 from octavo_worker.models.mlp import GatedMlp, Mlp
 from octavo_worker.models.moe import Experts, ExpertsMaker, SparseMlp
 from octavo_worker.models.rope import cos_sin_table, identity_table
@@ -33,6 +40,9 @@ if TYPE_CHECKING:
 
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
+# From so many rows on a product that adds itself to the residual stream is faster than one beside a
+# norm that adds it (8B on an H200: two such products a layer save 0.6 % of a prompt).
+_LEAST_ROWS_ADDED = 2048
 
 
 class Layer:
@@ -244,17 +254,45 @@ class Model:
                 inputs = readout.inputs
                 if not len(q):
                     return residual
-            hidden = self._attend(layer, q, (k, v), inputs, kv_cache, backend)
-            if layer.after_attention_norm is not None:
-                hidden = backend.rms_norm(hidden, layer.after_attention_norm, eps)
-            hidden, residual = backend.add_rms_norm(
-                hidden, residual, layer.post_attention_norm, eps
-            )
-            hidden = layer.mlp(hidden, inputs, backend)
-            if layer.after_mlp_norm is not None:
-                hidden = backend.rms_norm(hidden, layer.after_mlp_norm, eps)
-            hidden, residual = backend.add_rms_norm(hidden, residual, next_norm, eps)
+            mixed = self._attend(layer, q, (k, v), inputs, kv_cache, backend)
+            norms = layer.after_attention_norm, layer.post_attention_norm
+            hidden, residual = self._add(mixed, layer.o, residual, norms, backend)
+            norms = layer.after_mlp_norm, next_norm
+            if isinstance(layer.mlp, GatedMlp):
+                inner, down = layer.mlp.inner(hidden, backend), layer.mlp.down
+                hidden, residual = self._add(inner, down, residual, norms, backend)
+            else:
+                delta = layer.mlp(hidden, inputs, backend)
+                hidden, residual = self._add(delta, None, residual, norms, backend)
         return hidden
+
+    def _add(
+        self,
+        x: Tensor,
+        linear: Linear | None,
+        residual: Tensor,
+        norms: tuple[Tensor | None, Tensor],
+        backend: "Backend",
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(sum), sum) of the residual stream and linear(x), None: x itself.
+
+        `norms`: what is added is normalised with the first, if any, the sum with the second.
+        May overwrite `residual`.
+        """
+        own_norm, next_norm = norms
+        eps = self.config.rms_norm_eps
+        if (
+            own_norm is None
+            and isinstance(linear, DenseLinear)
+            and linear.bias is None
+            and len(x) >= _LEAST_ROWS_ADDED
+        ):
+            residual.addmm_(x, linear.weight.T)
+            return backend.rms_norm(residual, next_norm, eps), residual
+        delta = x if linear is None else linear(x)
+        if own_norm is not None:
+            delta = backend.rms_norm(delta, own_norm, eps)
+        return backend.add_rms_norm(delta, residual, next_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, V] for hidden states [S, Hid], those of the rows to be sampled."""
@@ -303,7 +341,7 @@ class Model:
         kv_cache: tuple[Tensor, Tensor],
         backend: "Backend",
     ) -> Tensor:
-        """[T, Hid] of q [T, H, D]; `kv`: what was just stored."""
+        """[T, H * D] of q [T, H, D]; `kv`: what was just stored."""
         (k, v), (k_cache, v_cache) = kv, kv_cache
         num_prefill = inputs.num_prefill_tokens
         parts: list[Tensor] = []
@@ -315,7 +353,7 @@ class Model:
             rows = q[num_prefill:]
             parts.append(backend.decode_attention(rows, k_cache, v_cache, inputs, layer.options))
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return layer.o(mixed.flatten(1))
+        return mixed.flatten(1)
 
 
 def _norm_heads(x: Tensor, weight: Tensor, eps: float, backend: "Backend") -> Tensor:

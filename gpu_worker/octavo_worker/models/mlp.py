@@ -43,10 +43,14 @@ class GatedMlp:
         inputs: "StepInputs",  # noqa: ARG002 - every token is its own affair
         backend: "Backend",
     ) -> Tensor:
+        return self.down(self.inner(hidden, backend))
+
+    def inner(self, hidden: Tensor, backend: "Backend") -> Tensor:
+        """What `down` takes: [T, I]."""
         gate_up = self.gate_up(hidden)
         if self._activation is Activation.GELU_TANH:
-            return self.down(backend.gelu_mul(gate_up))
-        return self.down(backend.silu_mul(gate_up))
+            return backend.gelu_mul(gate_up)
+        return backend.silu_mul(gate_up)
 
     def weights(self) -> Iterator[Weights]:
         yield from (self.gate_up, self.down)

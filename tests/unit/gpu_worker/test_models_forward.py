@@ -13,7 +13,7 @@ import torch
 
 from octavo_worker.backends import Backend
 from octavo_worker.backends.cpu import CpuBackend
-from octavo_worker.models import Model, load_model
+from octavo_worker.models import Model, decoder, load_model
 from tests.tiny_models import TINY_VOCAB_SIZE, save_tiny_model, tiny_config, tiny_model
 from tests.unit.gpu_worker.dense_backend import DenseBackend, PagedRun, PagedSequence, greedy
 
@@ -235,6 +235,26 @@ def test_a_cached_prefix_longer_than_the_window(tmp_path: Path) -> None:
     reference = tiny_model(tiny_config("mistral", **overrides))
     assert_equal(reference, first, 60)
     assert_equal(reference, second, 55)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama biases", "qwen3", "glm4", "mixtral"])
+def test_products_that_add_to_the_residual_stream(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps of many rows compute it so: the same states, but for rounding."""
+    family, overrides = CASES[name]
+    model = load_model(save_tiny_model(tmp_path, family, **overrides))
+    run = PagedRun(model, CpuBackend())
+    apart = run.add(prompt(50, seed=1))
+    with torch.inference_mode():
+        run.step(chunks=[(apart, 50)])
+        monkeypatch.setattr(decoder, "_LEAST_ROWS_ADDED", 1)
+        added = run.add(prompt(50, seed=1))
+        run.step(chunks=[(added, 50)])
+    for position in range(50):
+        torch.testing.assert_close(
+            added.logits[position], apart.logits[position], rtol=0, atol=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
