@@ -4,19 +4,14 @@
 
 Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023; the split
 over the context follows Dao et al., "Flash-Decoding", 2023. The G query heads of a kv head share
-its keys, so they are the rows of one dot, M = 16 or what a larger group needs.
+its keys, so they are the rows of one dot, M = 16 or what a larger group needs; one query over a
+cache of 8 bits goes without (`lone_query`).
 
-Rows differ in length, so the work is a flat list: `decode_work_list` cuts the contexts into items
-(row, start, end) of about total / (programs that fill the card) tokens. Its size depends on shapes
-alone (a CUDA graph can hold it); surplus programs exit. The only item of a row writes the row's
-output; several leave partial results, which the last of them to arrive merges in fixed order. A row
-with context 0 (dead) has one empty item, which writes its zeros.
-
-A sliding window is a matter of the list alone: items cover a context's last `window` tokens, so
-nothing before is read and no item lies outside.
+Rows differ in length, so the work is a flat list of parts of contexts (`decode_work`); surplus
+programs exit. The only item of a row writes the row's output; several leave partial results, which
+the last of them to arrive merges in fixed order. A row with context 0 (dead) gets zeros. A sliding
+window is a matter of the list alone.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo_kernels.launch import Launch, cdiv, next_power_of_2, num_multiprocessors, offset64
+from octavo_kernels.decode_work import WorkList, decode_work_list
+from octavo_kernels.launch import Launch, next_power_of_2, offset64
+from octavo_kernels.lone_query import attend_context
 from octavo_kernels.paged_kv import (
     LOG2_E,
     KvScales,
@@ -39,63 +36,6 @@ from octavo_kernels.paged_kv import (
 
 MAX_GROUP_SIZE = 128
 _MIN_ROWS = 16  # of the dot: the smallest that tensor cores take
-_PROGRAMS_PER_SM = 8
-_MIN_CHUNK_TOKENS = 64
-_MIN_ROWS_PAD = 128  # fewer sizes, fewer compilations
-
-
-class WorkList(NamedTuple):
-    """How the contexts of one step are cut; for every layer of one window and K kv heads.
-
-    items: int32 [W, 3], (row, start, end) in tokens; row -1 in surplus items, start = end in the
-    only item of a dead row.
-    item_offsets: int32 [S + 1]: row s owns items item_offsets[s] .. item_offsets[s + 1].
-    tickets: int32 [S, K], zero between launches: how many of a row's items have arrived.
-    """
-
-    items: Tensor
-    item_offsets: Tensor
-    tickets: Tensor
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _work_list_kernel(
-    items,
-    item_offsets,
-    context_lens,
-    num_rows,
-    max_split_items,  # at most so many more items than rows
-    MIN_CHUNK: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0 = none
-):
-    item = tl.program_id(0)
-    row = tl.arange(0, ROWS_PAD)
-    context = tl.load(context_lens + row, mask=row < num_rows, other=0)
-    seen = context
-    if WINDOW > 0:
-        seen = tl.minimum(context, WINDOW)
-    total = tl.sum(seen.to(tl.int64), axis=0)
-    # A multiple of MIN_CHUNK: no item but a row's last ends inside a tile.
-    even = (total + max_split_items - 1) // max_split_items
-    chunk = ((even + MIN_CHUNK - 1) // MIN_CHUNK * MIN_CHUNK).to(tl.int32)
-    chunk = tl.maximum(chunk, MIN_CHUNK)
-    num_items = tl.maximum((seen + chunk - 1) // chunk, 1)
-    num_items = tl.where(row < num_rows, num_items, 0)
-    ends = tl.cumsum(num_items, axis=0)
-
-    # The item's row is the number of rows whose items all come before it; only that row's lane
-    # contributes to the sums below, and none does for a surplus item.
-    mine = (ends > item) & (ends - num_items <= item)
-    from_first = (item - (ends - num_items)) * chunk
-    start = tl.sum(tl.where(mine, context - seen + from_first, 0), axis=0)
-    context_len = tl.sum(tl.where(mine, context, 0), axis=0)
-    tl.store(items + item * 3, tl.sum(tl.where(mine, row + 1, 0), axis=0) - 1)
-    tl.store(items + item * 3 + 1, start)
-    tl.store(items + item * 3 + 2, tl.minimum(start + chunk, context_len))
-    if item == 0:
-        tl.store(item_offsets, 0)
-        tl.store(item_offsets + 1 + row, ends, mask=row < num_rows)
 
 
 @triton.jit
@@ -122,9 +62,10 @@ def _paged_decode_kernel(
     B: tl.constexpr,
     D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # tokens; of a query alone, B
     SOFT_CAP: tl.constexpr,  # 0 = none
     IS_SCALED: tl.constexpr,
+    IS_ALONE: tl.constexpr,  # G = 1, without tensor cores
     PDL: tl.constexpr,
 ):
     item = tl.program_id(0)
@@ -153,30 +94,41 @@ def _paged_decode_kernel(
 
     if IS_SCALED:
         scale_log2 = scale_log2 * tl.load(k_scales + kv_head)
-        query = dot_query(query)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    full_end = start + (end - start) // TILE * TILE
-    for tile in range(start, full_end, TILE):
-        token = tile + tl.arange(0, TILE)
-        k, v = load_kv(
-            k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, True
+    if IS_ALONE:
+        lone = tl.sum(query.to(tl.float32), axis=0)  # its only row
+        top, total, values = attend_context(
+            *(lone, k_cache, v_cache, table, start, end, kv_head, stride_block, scale_log2),
+            *(B, D, D_PAD, SOFT_CAP),
         )
-        row_max, row_sum, acc = attend_tile(
-            query, k, v, True, row_max, row_sum, acc, scale_log2, True, SOFT_CAP, False
-        )
-    # At most one tile. A loop rather than an `if`: its loads are pipelined too, and the dots keep
-    # the first loop's registers (float32 would spill otherwise).
-    for tile in range(full_end, end, TILE):
-        token = tile + tl.arange(0, TILE)
-        k, v = load_kv(
-            k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, False
-        )
-        visible = (token < end)[None, :]
-        row_max, row_sum, acc = attend_tile(
-            query, k, v, visible, row_max, row_sum, acc, scale_log2, False, SOFT_CAP, False
-        )
+        row_max = tl.zeros([ROWS], tl.float32) + top
+        row_sum = tl.zeros([ROWS], tl.float32) + total
+        acc = tl.zeros([ROWS, D_PAD], tl.float32) + values[None, :]
+    else:
+        if IS_SCALED:
+            query = dot_query(query)
+        row_max = tl.full([ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D_PAD], tl.float32)
+        full_end = start + (end - start) // TILE * TILE
+        for tile in range(start, full_end, TILE):
+            token = tile + tl.arange(0, TILE)
+            k, v = load_kv(
+                k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, True
+            )
+            row_max, row_sum, acc = attend_tile(
+                query, k, v, True, row_max, row_sum, acc, scale_log2, True, SOFT_CAP, False
+            )
+        # At most one tile. A loop rather than an `if`: its loads are pipelined too, and the dots
+        # keep the first loop's registers (float32 would spill otherwise).
+        for tile in range(full_end, end, TILE):
+            token = tile + tl.arange(0, TILE)
+            k, v = load_kv(
+                k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, False
+            )
+            visible = (token < end)[None, :]
+            row_max, row_sum, acc = attend_tile(
+                query, k, v, visible, row_max, row_sum, acc, scale_log2, False, SOFT_CAP, False
+            )
 
     result = acc / row_sum[:, None]
     if IS_SCALED:
@@ -217,56 +169,6 @@ def _paged_decode_kernel(
     tl.store(target, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-def work_list_launch(
-    work: WorkList,
-    context_lens: Tensor,
-    *,
-    window: int | None = None,
-    min_chunk: int = _MIN_CHUNK_TOKENS,
-) -> Launch:
-    num_items, num_rows = work.items.shape[0], context_lens.shape[0]
-    return Launch(
-        kernel=_work_list_kernel,
-        grid=(num_items,),
-        args=(work.items, work.item_offsets, context_lens, num_rows, num_items - num_rows),
-        constants={
-            "MIN_CHUNK": min_chunk,
-            "ROWS_PAD": max(_MIN_ROWS_PAD, next_power_of_2(num_rows)),
-            "WINDOW": window or 0,
-        },
-        num_warps=4,
-    )
-
-
-def decode_work_list(
-    context_lens: Tensor,
-    num_kv_heads: int,
-    *,
-    window: int | None = None,
-    num_sms: int | None = None,
-    min_chunk: int = _MIN_CHUNK_TOKENS,
-) -> WorkList:
-    """Cuts contexts (int32 [S], on the card, never read by the host) into items.
-
-    `num_sms` defaults to the card's. `min_chunk` is the length of the smallest item that is not
-    its row's last; a multiple of the attention kernel's tile wastes least.
-    """
-    assert context_lens.ndim == 1, context_lens.shape
-    assert context_lens.dtype == torch.int32, context_lens.dtype
-    device = context_lens.device
-    num_sms = num_multiprocessors(device) if num_sms is None else num_sms
-    num_rows = context_lens.shape[0]
-    # sum ceil(len / chunk) <= rows + total / chunk: so many items always suffice.
-    num_items = num_rows + cdiv(_PROGRAMS_PER_SM * num_sms, num_kv_heads)
-    work = WorkList(
-        items=torch.empty((num_items, 3), dtype=torch.int32, device=device),
-        item_offsets=torch.empty(num_rows + 1, dtype=torch.int32, device=device),
-        tickets=torch.zeros((num_rows, num_kv_heads), dtype=torch.int32, device=device),
-    )
-    work_list_launch(work, context_lens, window=window, min_chunk=min_chunk).run()
-    return work
-
-
 def _tile(
     dtype: torch.dtype, cache_dtype: torch.dtype, head_dim_padded: int, group_size: int
 ) -> tuple[int, int, int]:
@@ -281,7 +183,7 @@ def _tile(
     if head_dim_padded > 128:
         return 32, 5, num_warps
     if cache_dtype.itemsize == 1:
-        return 64, 5, 2 if group_size == 1 else num_warps
+        return 64, 5, num_warps
     return (128, 3, num_warps) if group_size > 1 else (32, 7, num_warps)
 
 
@@ -304,8 +206,12 @@ def paged_decode_launch(
     num_kv_heads, block_size = k_cache.shape[1:3]
     group_size = num_heads // num_kv_heads
     head_dim_padded = next_power_of_2(head_dim)
-    rows = max(_MIN_ROWS, next_power_of_2(group_size))
+    is_alone = group_size == 1 and k_cache.dtype.itemsize == 1
+    rows = 1 if is_alone else max(_MIN_ROWS, next_power_of_2(group_size))
     tile, num_stages, num_warps = _tile(q.dtype, k_cache.dtype, head_dim_padded, group_size)
+    if is_alone:
+        # So many threads that each takes 16 bytes of a block's keys.
+        num_warps = min(8, max(1, block_size * head_dim_padded // (16 * 32)))
     return Launch(
         kernel=_paged_decode_kernel,
         grid=(work.items.shape[0], num_kv_heads),
@@ -325,6 +231,7 @@ def paged_decode_launch(
             "TILE": tile,
             "SOFT_CAP": soft_cap or 0.0,
             "IS_SCALED": kv_scales is not None,
+            "IS_ALONE": is_alone,
             "PDL": pdl,
         },
         num_warps=num_warps,

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from octavo_kernels.paged_decode import decode_work_list, paged_decode, paged_decode_reference
+from octavo_kernels.decode_work import decode_work_list
+from octavo_kernels.paged_decode import paged_decode, paged_decode_reference
 from octavo_kernels.paged_prefill import (
     paged_prefill,
     paged_prefill_reference,

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from octavo_kernels.decode_work import decode_work_list
 from octavo_kernels.e4m3_weight import arrange
 from octavo_kernels.fp8_gemm import (
     E4M3,
@@ -13,11 +14,11 @@ from octavo_kernels.fp8_gemm import (
     quantize_rows,
     quantize_rows_reference,
 )
-from octavo_kernels.paged_decode import decode_work_list, paged_decode, paged_decode_reference
+from octavo_kernels.paged_decode import paged_decode, paged_decode_reference
 from octavo_kernels.paged_kv import KvScales
 from octavo_kernels.paged_prefill import paged_prefill, paged_prefill_reference
 from octavo_kernels.rope_and_cache import rope_and_cache, rope_and_cache_reference
-from tests.kernels.cases import normal, paged_kv, poisoned_outputs, strided_rows
+from tests.kernels.cases import PagedKv, normal, paged_kv, poisoned_outputs, strided_rows
 from tests.kernels.checks import assert_near
 
 FACTORS: dict[str, Any] = {
@@ -78,16 +79,7 @@ def check_attention(device: str, dtype: torch.dtype, head_dim: int) -> None:
     """Decode and prefill over a cache of e4m3, each head with scales of its own."""
     num_kv_heads, group_size = 2, 3
     lengths = [1, 40, 150]
-    kv = paged_kv(
-        lengths,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=16,
-        dtype=torch.float32,
-        device=device,
-    )
-    caches = [cache.to(E4M3) for cache in (kv.k_cache, kv.v_cache)]
-    scales = KvScales(*torch.tensor([[0.5, 2.0], [3.0, 0.25]], device=device))
+    kv, caches, scales = _e4m3_cache(lengths, head_dim, 16, device)
     shape = (num_kv_heads * group_size, head_dim)
     q = normal(3, *shape, dtype=dtype, device=device, seed=57)
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -103,6 +95,46 @@ def check_attention(device: str, dtype: torch.dtype, head_dim: int) -> None:
     with poisoned_outputs():
         out = paged_prefill(*arguments, kv_scales=scales)
     assert_near(out, paged_prefill_reference(*arguments, kv_scales=scales))
+
+
+def check_lone_queries(
+    device: str, dtype: torch.dtype, head_dim: int, block_size: int, window: int | None
+) -> None:
+    """Decode with one query head a kv head: contexts around blocks, whole and in parts."""
+    lengths = [0, 1, block_size - 1, block_size, block_size + 1, 70, 150]
+    first_seen = None if window is None else [length - window for length in lengths]
+    kv, caches, scales = _e4m3_cache(lengths, head_dim, block_size, device, first_seen)
+    q = normal(len(lengths), 2, head_dim, dtype=dtype, device=device, seed=62)
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    arguments = (q, *caches, kv.block_table, context_lens, head_dim**-0.5)
+    for soft_cap, min_chunk in ((None, 48), (3.0, 2**20)):
+        options: dict[str, Any] = {"window": window, "soft_cap": soft_cap, "kv_scales": scales}
+        work = decode_work_list(context_lens, 2, window=window, num_sms=8, min_chunk=min_chunk)
+        with poisoned_outputs():
+            out = paged_decode(*arguments, **options, work=work)
+        assert_near(out, paged_decode_reference(*arguments, **options))
+        assert not bool(out[0].any())
+
+
+def _e4m3_cache(
+    lengths: list[int],
+    head_dim: int,
+    block_size: int,
+    device: str,
+    first_seen: list[int] | None = None,
+) -> tuple[PagedKv, list[torch.Tensor], KvScales]:
+    """Two kv heads' keys and values, NaN where nobody looks."""
+    kv = paged_kv(
+        lengths,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=torch.float32,
+        device=device,
+        first_seen=first_seen,
+    )
+    scales = KvScales(*torch.tensor([[0.5, 2.0], [3.0, 0.25]], device=device))
+    return kv, [cache.to(E4M3) for cache in (kv.k_cache, kv.v_cache)], scales
 
 
 def check_store(device: str, cache_dtype: torch.dtype) -> None:

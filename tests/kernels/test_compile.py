@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo_kernels.decode_work import WorkList, work_list_launch
 from octavo_kernels.gated_mul import gated_mul_launch
 from octavo_kernels.launch import Launch, next_power_of_2
-from octavo_kernels.paged_decode import WorkList, paged_decode_launch, work_list_launch
+from octavo_kernels.paged_decode import paged_decode_launch
 from octavo_kernels.paged_prefill import (
     choose_tiles,
     paged_prefill_launch,

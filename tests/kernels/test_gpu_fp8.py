@@ -74,5 +74,15 @@ def test_attention_over_a_cache_of_8_bits(head_dim: int, dtype: torch.dtype) -> 
     checks.check_attention("cuda", dtype, head_dim)
 
 
+@pytest.mark.parametrize("window", [None, 20], ids=str)
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_lone_queries_over_a_cache_of_8_bits(
+    head_dim: int, dtype: torch.dtype, block_size: int, window: int | None
+) -> None:
+    checks.check_lone_queries("cuda", dtype, head_dim, block_size, window)
+
+
 def test_what_a_cache_of_8_bits_stores() -> None:
     checks.check_store("cuda", E4M3)

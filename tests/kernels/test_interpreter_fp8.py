@@ -30,5 +30,16 @@ def test_attention_over_a_cache_of_8_bits(dtype: torch.dtype) -> None:
     checks.check_attention("cpu", dtype, 64)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "window"),
+    [(torch.float16, 64, 16, None), (torch.float16, 96, 32, 20), (torch.float32, 64, 16, 17)],
+    ids=str,
+)
+def test_lone_queries_over_a_cache_of_8_bits(
+    dtype: torch.dtype, head_dim: int, block_size: int, window: int | None
+) -> None:
+    checks.check_lone_queries("cpu", dtype, head_dim, block_size, window)
+
+
 def test_what_a_cache_of_8_bits_stores() -> None:
     checks.check_store("cpu", torch.float16)

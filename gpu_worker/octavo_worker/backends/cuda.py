@@ -9,6 +9,7 @@ from enum import Enum, auto
 import torch
 
 from octavo_kernels import (
+    decode_work,
     gated_mul,
     moe,
     paged_decode,
@@ -47,7 +48,7 @@ class CudaBackend:
         # Of the thread that computes; made at its first use.
         self._cudnn: cudnn_prefill.CudnnPrefill | None = None
         self._inputs: StepInputs | None = None
-        self._work: dict[tuple[int | None, int], paged_decode.WorkList] = {}
+        self._work: dict[tuple[int | None, int], decode_work.WorkList] = {}
         self._prefill_work: torch.Tensor | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -181,12 +182,12 @@ class CudaBackend:
 
     def _work_list(
         self, inputs: StepInputs, num_kv_heads: int, window: int | None
-    ) -> paged_decode.WorkList:
+    ) -> decode_work.WorkList:
         """How the step's contexts are cut: made once a step for all layers of a kind."""
         self._begin(inputs)
         kind = (window, num_kv_heads)
         if kind not in self._work:
-            self._work[kind] = paged_decode.decode_work_list(
+            self._work[kind] = decode_work.decode_work_list(
                 inputs.decode_context_lens, num_kv_heads, window=window
             )
         return self._work[kind]

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo_kernels import step_rows
+from octavo_kernels.decode_work import WorkList, decode_work_list
 from octavo_kernels.gated_mul import silu_mul
-from octavo_kernels.paged_decode import WorkList, decode_work_list, paged_decode
+from octavo_kernels.paged_decode import paged_decode
 from octavo_kernels.rms_norm import add_rms_norm, rms_norm
 from octavo_kernels.rope_and_cache import rope_and_store
 from octavo_kernels.sample import sample

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from octavo_kernels.decode_work import decode_work_list
 from octavo_kernels.fp8_gemm import E4M3
-from octavo_kernels.paged_decode import decode_work_list, paged_decode
+from octavo_kernels.paged_decode import paged_decode
 from octavo_kernels.paged_kv import KvScales
 from octavo_kernels.paged_prefill import paged_prefill, prefill_work_list
 from octavo_kernels.rope_and_cache import rope_and_cache
