@@ -43,7 +43,7 @@ def attend_context(
     # A tile is a block: its id is one number, known a tile ahead.
     first = start // B * B
     block = tl.load(table + first // B)
-    for tile in tl.range(first, end, B, loop_unroll_factor=2):
+    for tile in range(first, end, B):
         offset = offset64(block, stride_block) + kv_head * B * D + place
         visible = (tile + in_block >= start) & (tile + in_block < end)
         is_loaded = visible[:, None] & (dim < D)[None, :]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
 # From so many rows on a product that adds itself to the residual stream is faster than one beside a
-# norm that adds it (8B on an H200: two such products a layer save 0.6 % of a prompt).
+# norm that adds it (8B on an H200: two such products a layer save 0.7 % of a prompt).
 _LEAST_ROWS_ADDED = 2048
 
 
