@@ -221,15 +221,11 @@ def _make_model(
         make = QuantMaker(config, config.quantization, device, stored, _kernels_for(device))
         _LOG.info("quantised: %s; computed with %s", config.quantization, make.form)
     if exchange is None:
-        model = Model(config, device, tied=tied, make=make)
-    else:
-        # Only here: a worker that has its model to itself imports none of it.
-        from octavo_worker.parallel.sharded import make_share
+        return Model(config, device, tied=tied, make=make)
+    # Only here: a worker that has its model to itself imports none of it.
+    from octavo_worker.parallel.sharded import make_share
 
-        model = make_share(config, device, exchange, tied=tied, make=make)
-    if isinstance(make, QuantMaker):
-        model.quantized = make.made
-    return model
+    return make_share(config, device, exchange, tied=tied, make=make)
 
 
 def meta_model(config: ModelConfig, *, is_packed: bool) -> Model:
@@ -242,10 +238,7 @@ def meta_model(config: ModelConfig, *, is_packed: bool) -> Model:
         make = Fp8Maker(config, quantization, meta, None)
     elif quantization is not None:
         make = QuantMaker(config, quantization, meta, None, None)
-    model = Model(config, meta, tied=config.tie_word_embeddings, make=make)
-    if isinstance(make, QuantMaker):
-        model.quantized = make.made
-    return model
+    return Model(config, meta, tied=config.tie_word_embeddings, make=make)
 
 
 def _kernels_for(device: torch.device) -> W4Kernels | None:

@@ -10,7 +10,7 @@ Shapes: T tokens of a step (prefill chunks first, then S decode rows), Hid hidde
 heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R rotated dims.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -31,12 +31,12 @@ from octavo_worker.models.linear import (
 )
 from octavo_worker.models.mlp import GatedMlp, Mlp
 from octavo_worker.models.moe import Experts, ExpertsMaker, SparseMlp
+from octavo_worker.models.quant_linear import QuantLinear, quantized_among
 from octavo_worker.models.rope import cos_sin_table, identity_table
 from octavo_worker.slots import Slot, ones
 
 if TYPE_CHECKING:
     from octavo_worker.backends.base import Backend
-    from octavo_worker.models.quant_linear import QuantLinear
 
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
@@ -138,8 +138,7 @@ class VocabParts(Protocol):
 class Model:
     """A decoder with its parameters on one device, uninitialised until they're loaded.
 
-    `tied`: the head is the embedding matrix itself, held once. `quantized`: its linear layers of
-    which a part is quantised, for whoever knows what these can do.
+    `tied`: the head is the embedding matrix itself, held once.
     """
 
     def __init__(
@@ -160,7 +159,6 @@ class Model:
         """
         self.config = own_config or config
         self.device = device
-        self.quantized: Sequence[QuantLinear] = ()
         self._vocab = vocab
         make = make or DenseMaker(config.dtype, device)
         make_experts = make_experts or partial(Experts, empty=self._empty)
@@ -204,6 +202,11 @@ class Model:
     def is_shared(self) -> bool:
         """Whether this is one rank's part."""
         return self._vocab is not None
+
+    @property
+    def quantized(self) -> list[QuantLinear]:
+        """Its layers of which a part is quantised, for whoever knows what these can do."""
+        return [linear for layer in self.layers for linear in quantized_among(layer.weights())]
 
     def finish(self) -> None:
         """All slots are filled: let the weights be brought into their final form."""

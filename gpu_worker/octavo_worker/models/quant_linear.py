@@ -4,20 +4,21 @@ Parts hold tensors as they are stored while these are loaded. `finish` unpacks t
 into the form that is computed with, and lets the stored form go: called layer by layer, so that
 a model never lies in memory twice. Parts are joined where their inputs are grouped alike, else
 computed one by one. Codes may get a plain matrix beside them, for products of many rows. Must not
-know: decoders, files, configurations. Entry point: `QuantLinear`.
+know: decoders, files, configurations. Entry points: `QuantLinear`, `quantized_among`.
 
 T tokens, N outputs, K inputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo_worker.models.linear import Linear, Weights
 from octavo_worker.quant import Codes, Quantization, Region, StoredForm
 from octavo_worker.quant.arrangement import arrange
 from octavo_worker.quant.codes import join
@@ -257,6 +258,22 @@ class QuantLinear:
         """Once finished."""
         bias = 0 if self.bias is None else self.bias.nbytes
         return sum(piece.num_bytes() for piece in self.pieces) + bias
+
+
+@runtime_checkable
+class Wrapper(Protocol):
+    """A layer that does more with what another one computes."""
+
+    @property
+    def wrapped(self) -> Linear: ...
+
+
+def quantized_among(weights: Iterable[Weights]) -> Iterator[QuantLinear]:
+    """Those of which a part is quantised, also where something is wrapped around them."""
+    for layer in weights:
+        linear = layer.wrapped if isinstance(layer, Wrapper) else layer
+        if isinstance(linear, QuantLinear):
+            yield linear
 
 
 def _joined(pieces: Sequence[Piece]) -> Sequence[Piece]:

@@ -32,10 +32,7 @@ from octavo_worker.weights import StoredTensor
 
 
 class QuantMaker:
-    """Makes a model's linear layers, quantised or not, as its configuration says.
-
-    `made`: those of which a part is quantised.
-    """
+    """Makes a model's linear layers, quantised or not, as its configuration says."""
 
     def __init__(
         self,
@@ -56,7 +53,6 @@ class QuantMaker:
         self._device = device
         self._stored = stored
         self._make_dense = DenseMaker(config.dtype, device)
-        self.made: list[QuantLinear] = []
         self._make_piece: Callable[[Codes], Piece]
         if kernels is not None and quantization.bits == 4:
             self._make_piece = partial(PackedPiece.of, kernels=kernels, dtype=config.dtype)
@@ -107,9 +103,7 @@ class QuantMaker:
                 dims = (size, in_size)
                 made.append(DensePart(name, dims, (wanted, inputs), self._dtype, self._device))
             biases |= self._bias_slots(f"{name}.bias", size, place, wanted)
-        linear = QuantLinear(made, biases, vector, self._make_piece)
-        self.made.append(linear)
-        return linear
+        return QuantLinear(made, biases, vector, self._make_piece)
 
     def _quantized(
         self, name: str, size: int, in_size: int, outputs: range, inputs: range

@@ -103,25 +103,25 @@ class ShardedMaker:
 class PartialSums:
     """A layer over a rank's inputs: its sums are partial, until all ranks have added theirs."""
 
-    def __init__(self, layer: Linear, exchange: Exchange) -> None:
-        self._layer = layer
+    def __init__(self, wrapped: Linear, exchange: Exchange) -> None:
+        self.wrapped = wrapped
         self._exchange = exchange
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._exchange.all_reduce(self._layer(x))
+        return self._exchange.all_reduce(self.wrapped(x))
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        for name, slot in self._layer.slots():
+        for name, slot in self.wrapped.slots():
             # A bias belongs into the sum once.
             if name.endswith(".bias") and self._exchange.share.rank > 0 and slot.target.numel():
                 slot = dataclasses.replace(slot, take=torch.zeros_like, fill=_no_values)
             yield name, slot
 
     def finish(self) -> None:
-        self._layer.finish()
+        self.wrapped.finish()
 
     def num_bytes(self) -> int:
-        return self._layer.num_bytes()
+        return self.wrapped.num_bytes()
 
 
 def _no_values(target: Tensor, _generator: torch.Generator, _std: float) -> None:

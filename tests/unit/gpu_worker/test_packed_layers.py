@@ -34,7 +34,6 @@ def load_packed(
             config, config.quantization, torch.device("cpu"), checkpoint.tensors, kernels
         )
         model = Model(config, torch.device("cpu"), tied=False, make=make)
-        model.quantized = make.made
         load_weights(checkpoint, model.slots())
     model.finish()
     return model
