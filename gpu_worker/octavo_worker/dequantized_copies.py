@@ -31,14 +31,14 @@ _FEWEST_BLOCKS = 2  # with the null block
 
 
 class KVWish(NamedTuple):
-    """Bytes that KV blocks can use at most, and must have: the same where they are set."""
+    """Bytes that KV blocks can use at most, and must have.
+
+    `is_set`: the settings say how many; then both are the same.
+    """
 
     most: int
     least: int
-
-    @property
-    def is_set(self) -> bool:
-        return self.most == self.least
+    is_set: bool = False
 
 
 def are_affordable(copies_bytes: int, room_bytes: int, kv: KVWish) -> bool:
@@ -141,7 +141,7 @@ def _kv_wish(shape: KVShape, settings: WorkerSettings) -> KVWish:
         wanted = min(parse_bytes(settings.kv_cache_memory, "kv_cache_memory"), most)
     else:
         return KVWish(most, _FEWEST_BLOCKS * per_block)
-    return KVWish(wanted, wanted)
+    return KVWish(wanted, wanted, is_set=True)
 
 
 def _refusal(why: str) -> ConfigurationError:

@@ -1,8 +1,8 @@
 """What a model will take on a card, from config.json and headers: nothing is loaded.
 
 The model is built on the meta device, where a tensor is a shape, by the code that builds it in
-earnest: the numbers are the worker's own. Must not know: cards, services. Entry point:
-`footprint`.
+earnest: the numbers are the worker's own. Must not know: cards, services. Entry points:
+`footprint`; `keeps_copies`, the worker's choice.
 """
 
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from octavo_worker.models import find_family, meta_model, read_config
 from octavo_worker.models.config import read_fields
 from octavo_worker.models.folder import choose_dtype, read_json
 from octavo_worker.models.folder import stored_dtype as dtype_in
+from octavo_worker.models.quant_linear import MOST_ROWS_OF_CODES
 from octavo_worker.quant import Fp8Format
 from octavo_worker.weights import INDEX_NAME, SINGLE_NAME, Checkpoint
 
@@ -29,7 +30,8 @@ class Footprint:
     """Sizes in bytes. `read_bytes`: weights that a step of many tokens reads, all experts' too;
     `read_bytes_of_one`: that a step of one token reads; `params_per_token`: how many a token is
     multiplied with; `stored_bytes`: the checkpoint's tensors, 0 = not there; `copies_bytes`: of
-    16-bit copies of 4-bit layers, if they're kept; they aren't among the weights."""
+    16-bit copies of 4-bit layers, if they're kept; they aren't among the weights. Where they are,
+    a step of more than `most_rows_of_codes` rows reads `read_bytes_with_copies`."""
 
     architecture: str
     implementation: str
@@ -39,6 +41,8 @@ class Footprint:
     copies_bytes: int
     read_bytes: int
     read_bytes_of_one: int
+    read_bytes_with_copies: int
+    most_rows_of_codes: int
     params_per_token: int
     num_heads: int
     num_kv_heads: int
@@ -51,10 +55,11 @@ class Footprint:
         """What a step needs beside weights and cache, at most."""
         return scratch_bytes(self.shape, max_num_seqs, max_num_batched_tokens)
 
-    def keeps_copies(self, copies_bytes: int, room_bytes: int, most_kv_bytes: int) -> bool:
-        """Whether a card keeps copies of so many bytes, which has the room for them and for KV
-        blocks together."""
-        return are_affordable(copies_bytes, room_bytes, KVWish(most_kv_bytes, 0))
+
+def keeps_copies(copies_bytes: int, room_bytes: int, most_kv_bytes: int) -> bool:
+    """Whether a card keeps copies of so many bytes by default, which has the room for them and
+    for KV blocks together."""
+    return are_affordable(copies_bytes, room_bytes, KVWish(most_kv_bytes, 0))
 
 
 def footprint(
@@ -101,6 +106,7 @@ def _native(folder: Path, dtype: str, max_model_len: int, quantized: str) -> Foo
     # The embedding is looked up, not multiplied, unless it is the head too.
     idle_params = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     read_bytes = weight_bytes - idle_params * chosen.itemsize
+    dense_read_bytes = dense.num_bytes() - idle_params * chosen.itemsize
     if config.moe is not None:
         moe = config.moe
         expert_params = 3 * config.hidden_size * moe.expert_size
@@ -114,6 +120,8 @@ def _native(folder: Path, dtype: str, max_model_len: int, quantized: str) -> Foo
         copies_bytes=copies_bytes,
         read_bytes=read_bytes,
         read_bytes_of_one=weight_bytes - idle_params * chosen.itemsize,
+        read_bytes_with_copies=dense_read_bytes if copies_bytes else read_bytes,
+        most_rows_of_codes=MOST_ROWS_OF_CODES,
         params_per_token=dense.num_bytes() // chosen.itemsize - idle_params,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -149,6 +157,8 @@ def _fallback(folder: Path, dtype: str, max_model_len: int) -> Footprint:
         copies_bytes=0,
         read_bytes=(params - idle_params) * itemsize,
         read_bytes_of_one=(params - idle_params) * itemsize,
+        read_bytes_with_copies=(params - idle_params) * itemsize,
+        most_rows_of_codes=MOST_ROWS_OF_CODES,
         params_per_token=params - idle_params,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         block_size=arguments.block_size,
         dequantized_copies=arguments.dequantized_copies,
     )
-    plan = make_plan(footprint, gpu, wish)
+    plan = make_plan(footprint, gpu, wish, worker.keeps_copies)
     settings = _settings(arguments, footprint, plan)
     if arguments.json:
         print(json.dumps(_record(footprint, gpu, plan, settings)))

@@ -2,9 +2,10 @@
 
 Memory of one card: what the share of it that may be used leaves after weights, the CUDA context
 and a step's scratch is the KV cache's, as the worker sizes it; 16-bit copies of 4-bit layers take
-their part of that where the worker would keep them. With N cards each holds 1/N of the
-weights, and the KV heads are dealt out, or repeated where there are fewer. Limits: a step reads
-its weights once and each row's KV, and multiplies every row with the weights:
+their part of that where the worker would keep them, and are what steps of many rows read. With N
+cards each holds 1/N of the weights, and the KV heads are dealt out, or repeated where there are
+fewer. Limits: a step reads its weights once and each row's KV, and multiplies every row with the
+weights:
 
     step = max(weight bytes / BW, 2 params rows / F) + rows context KV bytes / BW
 
@@ -12,6 +13,7 @@ over N cards all three divide by N; attention's arithmetic and the exchange betw
 out, so that nothing can be faster. Entry point: `make_plan`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +28,10 @@ _MOST_SEQS = 1024
 # A step's scratch may take this share of the card.
 _SCRATCH_SHARE = 0.1
 
+# (copies' bytes, the room for them and KV blocks, what KV blocks can use of it at most): whether a
+# worker keeps copies by default; `octavo_worker.footprint.keeps_copies` is its rule.
+KeepsCopies = Callable[[int, int, int], bool]
+
 
 class Sizes(Protocol):
     """A model's sizes; `octavo_worker.footprint.Footprint` has them."""
@@ -39,6 +45,10 @@ class Sizes(Protocol):
     @property
     def read_bytes_of_one(self) -> int: ...
     @property
+    def read_bytes_with_copies(self) -> int: ...
+    @property
+    def most_rows_of_codes(self) -> int: ...
+    @property
     def params_per_token(self) -> int: ...
     @property
     def num_heads(self) -> int: ...
@@ -50,8 +60,6 @@ class Sizes(Protocol):
     def max_model_len(self) -> int: ...
 
     def scratch_bytes(self, max_num_seqs: int, max_num_batched_tokens: int) -> int: ...
-
-    def keeps_copies(self, copies_bytes: int, room_bytes: int, most_kv_bytes: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class CardPlan:
     limits: Limits | None
 
 
-def make_plan(sizes: Sizes, gpu: Gpu, wish: Wish) -> CardPlan:
+def make_plan(sizes: Sizes, gpu: Gpu, wish: Wish, keeps_copies: KeepsCopies) -> CardPlan:
     """The least number of cards on which the model fits with room for a long sequence, and what
     fits there. Raises ConfigurationError if it fits on none."""
     context = min(wish.context_tokens, sizes.max_model_len)
@@ -108,7 +116,7 @@ def make_plan(sizes: Sizes, gpu: Gpu, wish: Wish) -> CardPlan:
     for num_cards in candidates:
         if sizes.num_heads % num_cards:
             continue
-        plan = tried = _plan(sizes, gpu, wish, num_cards, context)
+        plan = tried = _plan(sizes, gpu, wish, keeps_copies, num_cards, context)
         if plan.num_kv_tokens >= wish.block_size:
             best = plan
         if plan.num_kv_tokens >= enough:
@@ -135,7 +143,14 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
-def _plan(sizes: Sizes, gpu: Gpu, wish: Wish, num_cards: int, context: int) -> CardPlan:
+def _plan(
+    sizes: Sizes,
+    gpu: Gpu,
+    wish: Wish,
+    keeps_copies: KeepsCopies,
+    num_cards: int,
+    context: int,
+) -> CardPlan:
     usable = int(gpu.memory_bytes * wish.memory_utilization)
     weight_bytes = -(-sizes.weight_bytes // num_cards)
     per_token = sizes.kv_bytes_per_token // sizes.num_kv_heads
@@ -158,9 +173,13 @@ def _plan(sizes: Sizes, gpu: Gpu, wish: Wish, num_cards: int, context: int) -> C
         ),
         _BATCHED_TOKENS[-1],
     )
-    copies_bytes = _copies(
-        sizes, wish, num_cards, room(seqs, batched_tokens, 0), most_blocks(seqs) * per_block
+    each_bytes = -(-sizes.copies_bytes // num_cards)
+    most_kv_bytes = most_blocks(seqs) * per_block
+    has_copies = wish.dequantized_copies == "always" or (
+        wish.dequantized_copies == "auto"
+        and keeps_copies(each_bytes, room(seqs, batched_tokens, 0), most_kv_bytes)
     )
+    copies_bytes = each_bytes if has_copies else 0
     if not wish.max_num_seqs:
         seqs = _suggest_seqs(room(seqs, batched_tokens, copies_bytes) // per_token, context)
     num_blocks = min(room(seqs, batched_tokens, copies_bytes) // per_block, most_blocks(seqs))
@@ -180,21 +199,8 @@ def _plan(sizes: Sizes, gpu: Gpu, wish: Wish, num_cards: int, context: int) -> C
         num_kv_tokens=num_tokens,
         sequences_at_max_len=num_tokens / sizes.max_model_len,
         sequences_at_context=num_tokens / context,
-        limits=_limits(sizes, gpu, num_cards, seqs, num_tokens, context),
+        limits=_limits(sizes, gpu, num_cards, seqs, num_tokens, context, has_copies),
     )
-
-
-def _copies(sizes: Sizes, wish: Wish, num_cards: int, room: int, most_kv_bytes: int) -> int:
-    """Bytes of the copies that each card keeps."""
-    copies_bytes = -(-sizes.copies_bytes // num_cards)
-    match wish.dequantized_copies:
-        case "always":
-            return copies_bytes
-        case "auto":
-            is_kept = sizes.keeps_copies(copies_bytes, room, most_kv_bytes)
-            return copies_bytes if is_kept else 0
-        case _:
-            return 0
 
 
 def _suggest_seqs(num_tokens: int, context: int) -> int:
@@ -204,7 +210,13 @@ def _suggest_seqs(num_tokens: int, context: int) -> int:
 
 
 def _limits(
-    sizes: Sizes, gpu: Gpu, num_cards: int, max_num_seqs: int, num_tokens: int, context: int
+    sizes: Sizes,
+    gpu: Gpu,
+    num_cards: int,
+    max_num_seqs: int,
+    num_tokens: int,
+    context: int,
+    has_copies: bool,
 ) -> Limits | None:
     if not gpu.read_bytes_per_s or not gpu.flops:
         return None
@@ -212,12 +224,19 @@ def _limits(
     kv_s = context * sizes.kv_bytes_per_token / bandwidth
     flops_s = 2 * sizes.params_per_token / flops
 
-    def tokens_per_s(rows: int, read_bytes: int) -> float:
-        return rows / (max(read_bytes / bandwidth, rows * flops_s) + rows * kv_s)
+    def tokens_per_s(rows: int) -> float:
+        read_s = _read_bytes(sizes, rows, has_copies) / bandwidth
+        return rows / (max(read_s, rows * flops_s) + rows * kv_s)
 
     rows = max(min(max_num_seqs, num_tokens // context), 1)
     return Limits(
-        one_sequence=tokens_per_s(1, sizes.read_bytes_of_one),
-        all_sequences=tokens_per_s(rows, sizes.read_bytes if rows > 1 else sizes.read_bytes_of_one),
-        prefill=1 / flops_s,
+        one_sequence=tokens_per_s(1), all_sequences=tokens_per_s(rows), prefill=1 / flops_s
     )
+
+
+def _read_bytes(sizes: Sizes, rows: int, has_copies: bool) -> int:
+    if rows == 1:
+        return sizes.read_bytes_of_one
+    if has_copies and rows > sizes.most_rows_of_codes:
+        return sizes.read_bytes_with_copies
+    return sizes.read_bytes

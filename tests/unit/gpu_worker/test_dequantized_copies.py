@@ -1,5 +1,6 @@
 """16-bit copies beside 4-bit codes: when there are some, what they hold, who reads them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,23 @@ def test_a_cache_that_is_set_may_have_the_rest_of_the_card(
     assert "there's no room beside a cache of the size that is set" in caplog.text
     keep_copies(model, WorkerSettings(dequantized_copies="always", **fixed), CARD, 512)
     assert has_copies(model)
+
+
+def test_a_cache_of_the_least_size_is_not_one_that_is_set(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One short row fills as many blocks as there must be at least: the usable share still bounds
+    copies."""
+    use_card(monkeypatch, 100 * GIB, free=9 * GIB)
+    model = load_packed(saved.folder, dtype=torch.bfloat16)
+    model.config = replace(model.config, max_model_len=16)
+    with caplog.at_level("INFO"):
+        keep_copies(model, WorkerSettings(max_num_seqs=1), CARD, 512)
+    assert not has_copies(model)
+    assert "blocks would lose more than 1/6" in caplog.text
+    must = WorkerSettings(max_num_seqs=1, dequantized_copies="always")
+    with pytest.raises(ConfigurationError, match=r"weights leave 0\.00 GB"):
+        keep_copies(model, must, CARD, 512)
 
 
 def test_never_and_not_of_32_bits(

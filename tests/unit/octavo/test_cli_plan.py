@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli import plan_sizes
 from octavo.cli.gpus import GPUS, Gpu, find_gpu
 from octavo.cli.main import main as octavo
-from octavo.cli.plan_sizes import CONTEXT_BYTES, Wish, make_plan
+from octavo.cli.plan_sizes import CONTEXT_BYTES, CardPlan, Wish
 from octavo.cli.workloads import load_shapes
 from octavo.errors import ConfigurationError
-from octavo_worker.dequantized_copies import KVWish, are_affordable
+from octavo_worker.footprint import keeps_copies
 from tests.unit.gpu_worker.quantized_checkpoints import Recipe, save_quantized
 
 GIB = 1 << 30
@@ -25,6 +26,8 @@ class EightB:
     copies_bytes: int = 0
     read_bytes: int = 15 * 10**9
     read_bytes_of_one: int = 15 * 10**9
+    read_bytes_with_copies: int = 15 * 10**9
+    most_rows_of_codes: int = 64
     params_per_token: int = 7_500_000_000
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -34,8 +37,9 @@ class EightB:
     def scratch_bytes(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         return max_num_seqs * 2_000_000 + max_num_batched_tokens * 150_000 + GIB // 2
 
-    def keeps_copies(self, copies_bytes: int, room_bytes: int, most_kv_bytes: int) -> bool:
-        return are_affordable(copies_bytes, room_bytes, KVWish(most_kv_bytes, 0))
+
+def make_plan(sizes: EightB, gpu: Gpu, wish: Wish) -> CardPlan:
+    return plan_sizes.make_plan(sizes, gpu, wish, keeps_copies)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -106,6 +110,30 @@ def test_copies_of_4_bit_layers_take_their_part() -> None:
     tiny = Gpu("tiny", 20 * GIB, 1e12, 100e12)
     with pytest.raises(ConfigurationError, match=r"6\.0 GB for weights, 14\.0 GB for copies"):
         make_plan(packed, tiny, replace(must, tensor_parallel=1))
+
+
+def test_copies_are_what_many_rows_read() -> None:
+    few, many, one = 64, 65, 1
+    sizes = EightB(
+        weight_bytes=6 * 10**9,
+        copies_bytes=14 * 10**9,
+        read_bytes=5 * 10**9,
+        read_bytes_of_one=5 * 10**9,
+    )
+    gpu = find_gpu("H200")
+
+    def read_bytes(rows: int, copies: str) -> float:
+        """What a step's time is, less what KV takes of it."""
+        wish = Wish(max_num_seqs=rows, dequantized_copies=copies)
+        limits = make_plan(sizes, gpu, wish).limits
+        assert limits is not None
+        step_s = rows / limits.all_sequences
+        return step_s * gpu.read_bytes_per_s - rows * 2048 * sizes.kv_bytes_per_token
+
+    for copies in ("auto", "always"):
+        read = [read_bytes(rows, copies) for rows in (one, few, many)]
+        assert read == pytest.approx([5e9, 5e9, 15e9])
+    assert read_bytes(many, "never") == pytest.approx(5e9)
 
 
 def test_experts_are_read_as_they_are_needed() -> None:
