@@ -54,7 +54,9 @@ class Readout:
     """
 
     tokens: torch.Tensor  # int64 [E]; indices among the step's
-    inputs: StepInputs  # of a step in which they are decode rows; dead ones have length 0
+    # Of a step in which they are decode rows, dead ones of length 0. Ids and positions, of which
+    # nothing is computed any more, aren't there.
+    inputs: StepInputs
 
 
 class KvScales(NamedTuple):

@@ -48,7 +48,7 @@ class Model(Protocol):
     """What the runner asks of a model; T tokens, E entries, V vocabulary."""
 
     def forward(self, inputs: StepInputs, kv_caches: KVCaches, backend: Backend) -> torch.Tensor:
-        """Hidden states [T, hidden size] after the final norm."""
+        """Hidden states after the final norm: [T, hidden size], or of `inputs.readout` [E, ...]."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The entries of a step: its places that draw a token.
 
 Chunks that end their prompt, in order, then decode rows. Must not know: plans' checks, models.
-Entry point: `entries_of`, which asks the host nothing: a CUDA graph can hold it.
+Entry points: `entries_of`, `chunk_entries`, which ask the host nothing: a CUDA graph can hold them.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,8 @@ def entries_of(
     is_live = rows.is_live[sent.decode_rows]
     if inputs.readout is None:
         decoding = hidden[inputs.num_prefill_tokens :]
-        hidden = torch.cat([hidden[sent.entry_states[last]], decoding])
+        is_cut = last.start < last.stop
+        hidden = torch.cat([hidden[sent.entry_states[last]], decoding]) if is_cut else decoding
     if last.start == last.stop:
         return Entries(hidden, sent.decode_rows, positions, is_live)
     chunk_rows = sent.entry_rows[last]

@@ -15,6 +15,9 @@ from octavo_worker.sent_step import SentStep
 from octavo_worker.step_entries import chunk_entries
 from octavo_worker.step_work import StepWork
 
+# So many tokens that nothing is read of are worth a last layer of its own shape: a dozen launches.
+_LEAST_UNREAD = 512
+
 
 class StepBounds(NamedTuple):
     """What the host knows of a step's lengths: block tables are as wide as these need."""
@@ -45,7 +48,8 @@ def step_inputs(
     """The step's inputs. Device-dead decode rows get length 0 and slot -1, padding tokens slot -1.
 
     Without `bounds` the step may be any of its shape: it's what a graph is captured of.
-    `num_entries`: of all tokens only the last so many entries are read (see `step_entries`).
+    `num_entries`: of all tokens only the last so many entries are read (see `step_entries`); None =
+    all. The inputs say so if it saves enough.
     """
     if bounds is None:
         longest = rows.block_table.shape[1] * block_size
@@ -71,7 +75,8 @@ def step_inputs(
         max_context_decode=bounds.max_context_decode,
         is_fresh=bounds.is_fresh,
     )
-    if num_entries is None or not sent.shape.num_chunks:
+    num_tokens = len(inputs.input_ids)
+    if num_entries is None or num_tokens - num_entries < _LEAST_UNREAD:
         return inputs
     return replace(inputs, readout=_readout(sent, inputs, rows, block_size, num_entries))
 
@@ -88,8 +93,8 @@ def _readout(
     longest = max(inputs.max_context_prefill, inputs.max_context_decode)
     entry_rows = torch.cat([sent.entry_rows[last], sent.decode_rows])
     as_decode = StepInputs(
-        input_ids=inputs.input_ids[tokens],
-        positions=inputs.positions[tokens],
+        input_ids=inputs.input_ids[:0],
+        positions=inputs.positions[:0],
         slot_mapping=torch.where(context_lens > 0, inputs.slot_mapping[tokens], -1),
         num_prefill_tokens=0,
         cu_seqlens_q=inputs.cu_seqlens_q[:1],

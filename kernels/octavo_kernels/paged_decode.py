@@ -62,7 +62,7 @@ def _paged_decode_kernel(
     B: tl.constexpr,
     D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE: tl.constexpr,  # tokens; of a query alone, B
+    TILE: tl.constexpr,  # tokens
     SOFT_CAP: tl.constexpr,  # 0 = none
     IS_SCALED: tl.constexpr,
     IS_ALONE: tl.constexpr,  # G = 1, without tensor cores
@@ -210,7 +210,8 @@ def paged_decode_launch(
     rows = 1 if is_alone else max(_MIN_ROWS, next_power_of_2(group_size))
     tile, num_stages, num_warps = _tile(q.dtype, k_cache.dtype, head_dim_padded, group_size)
     if is_alone:
-        # So many threads that each takes 16 bytes of a block's keys.
+        # A tile is a block, and so many threads that each takes 16 bytes of its keys.
+        tile, num_stages = block_size, 1
         num_warps = min(8, max(1, block_size * head_dim_padded // (16 * 32)))
     return Launch(
         kernel=_paged_decode_kernel,

@@ -16,6 +16,7 @@ A round reads the row once, twice if it filters. Few rows are cut into parts, so
 race runs on the whole card; the last part to arrive draws, and runs further rounds alone.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ _MAX_TILE = 4096
 _MOST_PARTS = 64
 # Below it logit / temperature could overflow; the race is long decided.
 _MIN_TEMPERATURE = 1e-30
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -83,7 +85,7 @@ def _likelier(logits, temperature, top, pivot, vocab_size, TILE: tl.constexpr):
     above = tl.zeros([TILE], tl.float32)
     count = tl.zeros([TILE], tl.int32)
     # A sum's order decides its last digits anyway, so no division is needed here.
-    scale = 1.4426950408889634 / temperature  # log2(e) / temperature
+    scale = _LOG2_E / temperature
     for start in range(0, vocab_size, TILE):
         token = start + tl.arange(0, TILE)
         logit = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))

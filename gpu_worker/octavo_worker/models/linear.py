@@ -16,6 +16,10 @@ from torch.nn import functional as F
 
 from octavo_worker.slots import Slot
 
+# From so many rows on a product that adds itself to the residual stream is faster than one beside a
+# norm that adds it (8B on an H200: two such products a layer save 0.7 % of a prompt).
+_LEAST_ROWS_ADDED = 2048
+
 
 class Split(Enum):
     """How a layer is cut when several ranks share a model: its outputs (HEADS: those of whole
@@ -121,6 +125,13 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, total: Tensor, x: Tensor) -> bool:
+        """total [T, out] += self(x), in place: done only where one product is the faster way."""
+        if self.bias is not None or len(x) < _LEAST_ROWS_ADDED:
+            return False
+        total.addmm_(x, self.weight.T)
+        return True
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         start = 0

@@ -180,11 +180,19 @@ class PagedRun:
     """Runs `model` with paged caches of `num_blocks` blocks; only written slots aren't NaN."""
 
     def __init__(
-        self, model: Model, backend: Backend, *, num_blocks: int = 64, block_size: int = 16
+        self,
+        model: Model,
+        backend: Backend,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        checks_readout: bool = False,
     ) -> None:
+        """`checks_readout`: steps with chunks also run with only what they end on read."""
         config, self.device = model.config, model.device
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
         self.model, self.backend, self.block_size = model, backend, block_size
+        self._checks_readout = checks_readout
         self.kv_caches = [
             (self._nan(shape, config.dtype), self._nan(shape, config.dtype))
             for _ in range(config.num_layers)
@@ -250,7 +258,7 @@ class PagedRun:
         )
         hidden = self.model.forward(inputs, self.kv_caches, self.backend)
         assert hidden.shape == (len(ids), self.model.config.hidden_size)
-        if chunks:
+        if chunks and self._checks_readout:
             self._check_readout(inputs, hidden, [sequence for sequence, _ in chunks], rows)
         logits = iter(self.model.logits(hidden))
         for sequence, count in work:
@@ -266,7 +274,8 @@ class PagedRun:
         chunks: Sequence[PagedSequence],
         rows: Sequence[PagedSequence | None],
     ) -> None:
-        """The same step with only its last tokens and rows read gives their states alone."""
+        """The same step with only its last tokens and rows read gives their states alone, and
+        stores what it stored before."""
         tokens = torch.cat(
             [
                 inputs.cu_seqlens_q[1:] - 1,
@@ -276,8 +285,8 @@ class PagedRun:
         context_lens = torch.cat([inputs.prefill_context_lens, inputs.decode_context_lens])
         longest = max(inputs.max_context_prefill, inputs.max_context_decode)
         read = StepInputs(
-            input_ids=inputs.input_ids[tokens],
-            positions=inputs.positions[tokens],
+            input_ids=inputs.input_ids[:0],
+            positions=inputs.positions[:0],
             slot_mapping=inputs.slot_mapping[tokens],
             num_prefill_tokens=0,
             cu_seqlens_q=inputs.cu_seqlens_q[:1],
@@ -290,7 +299,19 @@ class PagedRun:
             max_context_decode=longest,
         )
         inputs = replace(inputs, readout=Readout(tokens, read))
+        stored = [(k.clone(), v.clone()) for k, v in self.kv_caches]
+        blocks, offsets = (
+            inputs.slot_mapping // self.block_size,
+            inputs.slot_mapping % self.block_size,
+        )
+        is_stored = inputs.slot_mapping >= 0
+        for cache in (cache for pair in self.kv_caches for cache in pair):
+            cache[blocks[is_stored], :, offsets[is_stored]] = torch.nan
         states = self.model.forward(inputs, self.kv_caches, self.backend)
+        for pair, expected in zip(self.kv_caches, stored, strict=True):
+            # Block 0 takes what has no slot.
+            for cache, values in zip(pair, expected, strict=True):
+                torch.testing.assert_close(cache[1:], values[1:], rtol=0, atol=0, equal_nan=True)
         tolerance = 1e-4 if states.dtype == torch.float32 else 0.1
         torch.testing.assert_close(
             states, hidden[tokens], rtol=tolerance, atol=tolerance, equal_nan=True

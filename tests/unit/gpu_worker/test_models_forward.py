@@ -13,7 +13,7 @@ import torch
 
 from octavo_worker.backends import Backend
 from octavo_worker.backends.cpu import CpuBackend
-from octavo_worker.models import Model, decoder, load_model
+from octavo_worker.models import Model, linear, load_model
 from tests.tiny_models import TINY_VOCAB_SIZE, save_tiny_model, tiny_config, tiny_model
 from tests.unit.gpu_worker.dense_backend import DenseBackend, PagedRun, PagedSequence, greedy
 
@@ -160,7 +160,7 @@ def test_logits_and_greedy_ids_equal_transformers(name: str, backend: str, tmp_p
     folder = save_tiny_model(tmp_path, family, **overrides)
     reference = tiny_model(tiny_config(family, **overrides))
     model = load_model(folder)
-    run = PagedRun(model, BACKENDS[backend]())
+    run = PagedRun(model, BACKENDS[backend](), checks_readout=True)
 
     whole = run.add(prompt(50, seed=1))
     run.step(chunks=[(whole, 50)])
@@ -237,20 +237,40 @@ def test_a_cached_prefix_longer_than_the_window(tmp_path: Path) -> None:
     assert_equal(reference, second, 55)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama biases", "qwen3", "glm4", "mixtral"])
+class CountingBackend(CpuBackend):
+    """Counts the additions that are not a product's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_adds = 0
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_adds += 1
+        return super().add_rms_norm(x, residual, weight, eps)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_adds"),
+    [("llama", 0), ("qwen3", 0), ("mixtral", 1), ("llama biases", 2), ("glm4", 2)],
+)
 def test_products_that_add_to_the_residual_stream(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, num_adds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where steps of many rows compute it so: the same states, but for rounding."""
     family, overrides = CASES[name]
     model = load_model(save_tiny_model(tmp_path, family, **overrides))
-    run = PagedRun(model, CpuBackend())
+    run = PagedRun(model, backend := CountingBackend())
     apart = run.add(prompt(50, seed=1))
     with torch.inference_mode():
         run.step(chunks=[(apart, 50)])
-        monkeypatch.setattr(decoder, "_LEAST_ROWS_ADDED", 1)
+        assert backend.num_adds == 2 * model.config.num_layers
+        monkeypatch.setattr(linear, "_LEAST_ROWS_ADDED", 1)
+        backend.num_adds = 0
         added = run.add(prompt(50, seed=1))
         run.step(chunks=[(added, 50)])
+    assert backend.num_adds == num_adds * model.config.num_layers
     for position in range(50):
         torch.testing.assert_close(
             added.logits[position], apart.logits[position], rtol=0, atol=TOLERANCE

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import octavo_worker.step_inputs
 from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.graph_shapes import StepShape
 from octavo_worker.models import load_model
@@ -65,13 +66,18 @@ class Step:
 
 
 @pytest.fixture
-def step(tmp_path: Path) -> Step:
+def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+    monkeypatch.setattr(octavo_worker.step_inputs, "_LEAST_UNREAD", 1)
     return Step(save_tiny_model(tmp_path, "llama"))
 
 
 def test_the_last_layer_computes_the_entries_alone(step: Step) -> None:
+    before = [torch.stack(cache).clone() for cache in step.caches]
     every = step.run(WORK, None)
     stored = [torch.stack(cache).clone() for cache in step.caches]
+    for cache, values in zip(step.caches, before, strict=True):
+        cache[0].copy_(values[0])
+        cache[1].copy_(values[1])
     step.backend.num_tokens.clear()
     read = step.run(WORK, 3)
     assert step.backend.num_tokens == [*[34] * (len(step.caches) - 1), 3]
@@ -102,3 +108,12 @@ def test_a_step_that_nothing_is_read_of_stores_its_keys(step: Step) -> None:
     for cache, expected in zip(step.caches, stored, strict=True):
         written = torch.stack(cache)[:, 3, :, :11]
         assert torch.equal(written, expected[:, 3, :, :11])
+
+
+def test_a_few_tokens_more_or_less_are_computed_by_all_layers(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(octavo_worker.step_inputs, "_LEAST_UNREAD", 32)
+    assert len(step.run(WORK, 3)) == 34
+    monkeypatch.setattr(octavo_worker.step_inputs, "_LEAST_UNREAD", 31)
+    assert len(step.run(WORK, 3)) == 3

@@ -97,10 +97,9 @@ def test_ranks_compute_what_transformers_does(name: str, size: int, tmp_path: Pa
         run.step(chunks=[(first, 33)])
         run.step(chunks=[(second, 21)])
         greedy(run, [first, second], 4)
-        # The embedding; attention, MLP and the expert for all tokens of every layer. Steps with
-        # prompts run twice (see `PagedRun`).
+        # The embedding; attention, MLP and the expert for all tokens of every layer.
         has_shared = model.config.moe is not None and model.config.moe.shared_size > 0
-        assert exchange.num_reduced == 8 * (1 + (2 + has_shared) * model.config.num_layers)
+        assert exchange.num_reduced == 6 * (1 + (2 + has_shared) * model.config.num_layers)
         ids = [*first.token_ids, *second.token_ids]
         return ids, torch.stack([*first.logits.values(), *second.logits.values()])
 
