@@ -66,28 +66,38 @@ def main(argv: list[str] | None = None) -> int:
     # A file or a pipe has no width: take what the tables need.
     screen = RichConsole(stderr=True, width=None if sys.stderr.isatty() else _TABLE_WIDTH)
 
+    def record_of(bench: str, findings: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "bench": bench,
+            "gpu": gpu_name(),
+            "torch": package_version("torch"),
+            "model": arguments.model_shape or model_name_of(worker.model),
+            **{name: getattr(arguments, name) for name in ("scale", "memory", "rounds")},
+            **findings,
+        }
+
     def on_result(workload: str, result: Any) -> None:
+        """What a command keeps that is cut short."""
         screen.print(f"{workload:>7} · {result.twin.name}: {result.time_s:.2f} s")
+        run = record_of("ablation run", experiment.summary(workload, result))
+        _append(arguments.record, json.dumps(run))
 
     findings = experiment.run(size, worker, _scheduler_settings(arguments), on_result)
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "bench": "ablation",
-        "gpu": gpu_name(),
-        "torch": package_version("torch"),
-        "model": arguments.model_shape or model_name_of(worker.model),
-        **{name: getattr(arguments, name) for name in ("scale", "memory", "rounds")},
-        **findings,
-    }
+    record = record_of("ablation", findings)
     screen.print(runs_table(record))
     screen.print(gains_table(record))
     line = json.dumps(record)
     print(line, flush=True)
-    if arguments.record:
-        with Path(arguments.record).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    _append(arguments.record, line)
     return 0
+
+
+def _append(path: str | None, line: str) -> None:
+    if path:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -118,7 +128,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         *("--scale",), type=float, default=usual.scale, help=f"times all lengths [{usual.scale}]"
     )
-    parser.add_argument("--record", metavar="FILE", help="append the JSON line to FILE")
+    parser.add_argument(
+        "--record", metavar="FILE", help="append a JSON line a run and one of all to FILE"
+    )
     add_arguments(parser, SchedulerSettings, WorkerSettings, exclude=_UNUSED)
     arguments = parser.parse_args(argv)
     for name in (*counts, "scale"):

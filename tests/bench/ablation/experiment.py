@@ -1,7 +1,7 @@
 """What each idea is worth: all twins on one worker, and the ratios between them.
 
 Every twin gets the same model, the same KV memory and the same requests. Must not know: command
-lines, tables. Entry points: `Size`, `run`.
+lines, tables. Entry points: `Size`, `run`, `summary`.
 """
 
 import time
@@ -77,8 +77,8 @@ def run(
     return {
         **_memory(loaded, settings),
         "runs": [
-            *(_summary("mixed", result) for result in one_turn),
-            *(_summary("shared", result) for result in turns),
+            *(summary("mixed", result) for result in one_turn),
+            *(summary("shared", result) for result in turns),
         ],
         "ratios": ratios(one_turn, turns),
     }
@@ -127,7 +127,7 @@ def _memory(worker: BenchWorker, settings: WorkerSettings) -> dict[str, Any]:
     }
 
 
-def _summary(workload: str, result: Result) -> dict[str, Any]:
+def summary(workload: str, result: Result) -> dict[str, Any]:
     """One run, as the record keeps it."""
     time_s, occupancy = result.time_s, result.occupancy
     return {

@@ -25,7 +25,13 @@ def test_all_twins_are_run_recorded_and_shown(
     assert ablation.main([*flags.split(), "--record", str(record_file)]) == 0
     captured = capsys.readouterr()
     record = json.loads(captured.out)
-    assert record_file.read_text() == captured.out
+    *runs, last = record_file.read_text().splitlines(keepends=True)
+    assert last == captured.out
+    # As soon as each was over, twice for each twin: what a command keeps that is cut short.
+    recorded = [json.loads(line) for line in runs]
+    assert {run["bench"] for run in recorded} == {"ablation run"}
+    assert [run["twin"] for run in recorded[:5]] == [*TWINS, "continuous, paged"]
+    assert len(recorded) == 2 * 7
     assert [(run["workload"], run["twin"]) for run in record["runs"]] == [
         *(("mixed", name) for name in (*TWINS, "continuous, paged")),
         *(("shared", name) for name in ("continuous, paged", "paged, prefix cache")),
