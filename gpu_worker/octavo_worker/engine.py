@@ -137,12 +137,14 @@ class Engine:
     def reset(self) -> "Future[Inventory]":
         """A new epoch, once the queued plans have run: all rows are freed. Detach first.
 
-        The result lists the sealed blocks, least recently used first.
+        The result lists the sealed blocks, least recently used first. Who asked may go away, but
+        can't call it off: others may wait for the same one.
         """
         with self._changed:
             assert self._sink is None
             if self._reset is None:
                 self._reset = Future()
+                self._reset.set_running_or_notify_cancel()
             self._changed.notify()
             return self._reset
 

@@ -171,6 +171,23 @@ def test_a_releasing_leaders_plans_still_run() -> None:
     bench.engine.close()
 
 
+def test_who_asked_for_a_reset_may_go_away() -> None:
+    model = GatedModel()
+    bench = Bench(model)
+    bench.engine.submit(plan(1, decode_until=50))
+    assert model.is_waiting.wait(WAIT_S)
+    bench.engine.detach(drop_plans=True)
+    gone, next_one = bench.engine.reset(), bench.engine.reset()
+    gone.cancel()  # what asyncio does to it when the call that waits is cancelled
+    model.go_on.set()
+    assert next_one.result(WAIT_S) == []
+    bench.engine.attach(bench.take)
+    bench.engine.submit(plan(1, num_tokens=3))
+    assert bench.wait(2)[1:] == [(1, 1, 0)]
+    assert not bench.fatal.done()
+    bench.engine.close()
+
+
 def test_an_error_outside_any_row_is_fatal() -> None:
     bench = Bench(GatedModel(fails_at=1))
     bench.engine.submit(plan(1))
