@@ -44,7 +44,7 @@ from octavo_scheduler.sequence import (
 )
 from octavo_scheduler.worker_state import WorkerState
 
-# How long requests wait for a worker when the cell has none left.
+# How long requests wait for a worker when the cell has none left that can hold them.
 _NO_WORKER_PATIENCE_S = 30.0
 _RETRY_MS = 1000
 
@@ -78,7 +78,8 @@ class Cell:
         # While the cell is handed over: results are read, nothing is planned.
         self.is_paused = False
         self._placement = Placement(self.queue, settings, clock, self._on_placed)
-        self._no_worker_since = clock()
+        # When the largest worker that there was left the cell.
+        self._shrunk_at = clock()
 
     @property
     def requests(self) -> dict[tuple[int, int], Request]:
@@ -117,9 +118,10 @@ class Cell:
 
     def detach(self, member: Member, loss: Loss) -> None:
         """The worker is lost or let go: its sequences go on elsewhere."""
+        largest = self.members.max_pool_tokens
         self.members.remove(member)
-        if not self.members:
-            self._no_worker_since = self.clock()
+        if self.members.max_pool_tokens < largest:
+            self._shrunk_at = self.clock()
         if self.book.chronicle is not None:
             self.book.chronicle.lost(member.state.worker_id, loss, self.clock())
         outcome = recovery.recover(member.state, loss, self.settings.max_moves)
@@ -201,12 +203,19 @@ class Cell:
         self.on_change()
 
     def give_up_waiting(self) -> None:
-        """Without any worker for too long, waiting requests are told so."""
-        if self.members or not self.requests:
+        """Requests that no worker could hold for too long are told so."""
+        largest, patience_from = self.members.max_pool_tokens, self.clock() - _NO_WORKER_PATIENCE_S
+        is_all_held = self.model is not None and largest >= self.model.max_model_len
+        if is_all_held or self._shrunk_at >= patience_from:
             return
-        if self.clock() - self._no_worker_since > _NO_WORKER_PATIENCE_S:
-            error = UnavailableError("the cell has no worker left", retry_after_ms=_RETRY_MS)
-            self.end_all(error)
+        for request in list(self.requests.values()):
+            if request.max_total_tokens > largest and request.arrival < patience_from:
+                which = f" that can hold {request.max_total_tokens} tokens" if largest else ""
+                error = UnavailableError(
+                    f"the cell has no worker left{which}", retry_after_ms=_RETRY_MS
+                )
+                self._stop_all(request, FinishReason.ERROR, error)
+                self.on_change()
 
     def drain(self) -> None:
         """Take no new requests; those that were accepted go on."""

@@ -49,9 +49,13 @@ class Placement:
             after = self._try_admit(worker, rivals, sequence, room)
             if after is not None:
                 room = after
-            elif self._clock() - sequence.request.arrival > self._patience_s:
-                # It waited too long: what becomes free from now on is its.
+            elif self._has_waited(sequence) and worker.fits(sequence):
+                # What becomes free from now on is its.
                 return
+
+    def _has_waited(self, sequence: Generation) -> bool:
+        """Whether it waited too long for others to pass it."""
+        return self._clock() - sequence.request.arrival > self._patience_s
 
     def _try_admit(
         self,

@@ -7,7 +7,7 @@ import pytest
 
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.sequence import Resume
-from tests.fakes.fake_device import expected_tokens, salt_of
+from tests.fakes.fake_device import FakeDevice, expected_tokens, salt_of
 from tests.fakes.simulated_cell import SimulatedCell, prompt_of, sampling_of
 from tests.unit.scheduler_svc.core_cases import crowd, finish_reason, finished, settings, tiny_pool
 
@@ -82,6 +82,61 @@ def test_request_that_kills_workers_ends_in_one_error() -> None:
     sim.run()
     assert sim.answer(innocent).token_ids == expected_tokens(prompt_of(40, seed=2), 10)
     sim.assert_all_free()
+
+
+def test_who_fits_on_no_worker_that_is_left_waits_alone_and_not_for_ever() -> None:
+    large, prompt, small = tiny_pool(400), prompt_of(1000), prompt_of(20, seed=1)
+    sim = SimulatedCell(tiny_pool(40), settings=settings(max_queue_wait_s=0.0))
+    first = sim.attach(FakeDevice(large))
+    handles = [sim.submit(prompt, 5), sim.submit(prompt_of(1000, seed=2), 5, deadline_ms=20_000)]
+    sim.cell.pump()
+    device = sim.kill(first)
+    # The worker comes back late, but in time.
+    sim.clock.advance(29)
+    sim.cell.give_up_waiting()
+    back = sim.attach(device)
+    sim.run()
+    assert sim.answer(handles[0]).token_ids == expected_tokens(prompt, 5)
+    assert finish_reason(sim, handles[1]) == "deadline"
+    # It does not come back: others are served, although the large one waited longer.
+    large_one = sim.submit(prompt, 5)
+    sim.step()
+    sim.kill(back, Loss.LEFT)
+    sim.clock.advance(31)
+    other = sim.submit(small, 5)
+    for _ in range(8):
+        sim.step()
+    assert sim.answer(other).token_ids == expected_tokens(small, 5)
+    assert sim.answer(large_one).finished is None
+    sim.cell.give_up_waiting()
+    sim.receive()
+    error = finished(sim, large_one).error
+    assert error is not None
+    assert "can hold 1005 tokens" in error.message
+    sim.run()
+    sim.assert_all_free()
+
+
+def test_a_cell_that_was_empty_for_long_waits_for_workers_all_the_same() -> None:
+    sim = SimulatedCell()
+    device = sim.kill(sim.members[0], Loss.LEFT)
+    sim.clock.advance(3600)
+    prompt, resumes = prompt_of(40), [Resume(0, b"", finished=False)]
+    handle = sim.submit(prompt, 5, resumes=resumes)
+    sim.clock.advance(29)
+    sim.cell.give_up_waiting()
+    sim.attach(device)
+    sim.run()
+    assert sim.answer(handle).token_ids == expected_tokens(prompt, 5)
+    sim.kill(sim.members[-1], Loss.LEFT)
+    sim.clock.advance(3600)
+    handle = sim.submit(prompt, 5, resumes=resumes)
+    sim.clock.advance(31)
+    sim.cell.give_up_waiting()
+    sim.receive()
+    error = finished(sim, handle).error
+    assert error is not None
+    assert "no worker left" in error.message
 
 
 def test_suspects_run_again_one_by_one() -> None:
