@@ -30,6 +30,9 @@ from octavo_scheduler.sequence import (
     make_sequences,
 )
 
+# Deadlines of requests that ended are kept for a while: so many, and one for each that lives.
+_NUM_PAST = 64
+
 
 class RequestBook:
     """Requests by (session id, handle), and the sessions' outboxes."""
@@ -61,6 +64,8 @@ class RequestBook:
             self.requests[(request.session_id, request.submission.handle)] = request
         if request.deadline is not None:
             heapq.heappush(self._due, (request.deadline, request.serial, request))
+            if len(self._due) > 2 * len(self.requests) + _NUM_PAST:
+                self._forget_past()
 
     def reject(self, session_id: int, handle: int, error: OctavoError, num_sequences: int) -> None:
         """Refuse a request as a whole."""
@@ -149,6 +154,11 @@ class RequestBook:
         if deadline is None or deadline > now:
             return None
         return heapq.heappop(self._due)[2]
+
+    def _forget_past(self) -> None:
+        """An early deadline of a long request must not keep all that ended after it."""
+        self._due = [item for item in self._due if item[2].num_live]
+        heapq.heapify(self._due)
 
 
 def _problem_of(reason: FinishReason, error: OctavoError | None) -> str | None:
