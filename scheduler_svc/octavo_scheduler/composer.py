@@ -61,7 +61,7 @@ def is_plan_due(worker: WorkerState, cover: Cover) -> bool:
     """Whether the worker would run dry without a further plan, or something is urgent."""
     if worker.draft.is_urgent or worker.draft.added or worker.draft.chunks:
         return True
-    covered = worker.horizon - worker.last_step
+    covered = worker.sure_until - worker.last_step
     if covered <= batcher.steps_ahead(worker.limits, leased=cover.leased):
         rows = worker.rows
         if bool(np.any(rows.decoding & (rows.known + covered < rows.limit))):

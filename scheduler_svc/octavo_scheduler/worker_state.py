@@ -89,6 +89,15 @@ class WorkerState:
         return horizon
 
     @property
+    def sure_until(self) -> int:
+        """The worker has steps to run up to this number, whenever the plans reach it.
+
+        A plan ends the lease of the one before it at once: only the last one's can be relied on.
+        """
+        newest = self.in_flight[-1] if self.in_flight else self.applied
+        return max(self.last_step + len(self.in_flight), newest.decode_until)
+
+    @property
     def num_decoding(self) -> int:
         return int(np.count_nonzero(self.rows.decoding))
 

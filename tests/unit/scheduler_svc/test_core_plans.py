@@ -69,6 +69,22 @@ def test_new_request_joins_during_a_lease() -> None:
     assert sim.num_steps - arrival <= 14
 
 
+@pytest.mark.parametrize("lease_steps", [8, 32])
+def test_a_lease_that_a_new_request_ends_is_followed_at_once(lease_steps: int) -> None:
+    for phase in range(lease_steps // 2):
+        sim = SimulatedCell(settings=settings(lease_steps=lease_steps))
+        link = sim.links[sim.members[0]]
+        link.delay = 1
+        sim.submit(prompt_of(20), 100)
+        for _ in range(lease_steps + phase):
+            sim.step()
+        handle = sim.submit(prompt_of(21, seed=3), 8)
+        while not sim.answer(handle).finished:
+            sim.step()
+            # The newcomer's plan ends the lease: another one waits behind it.
+            assert link.has_step, phase
+
+
 def test_kv_utilization_under_mixed_load() -> None:
     rng = np.random.default_rng(11)
     size = FakeSize(num_blocks=500, max_num_seqs=64, max_num_batched_tokens=512)
