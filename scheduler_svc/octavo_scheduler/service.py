@@ -207,20 +207,26 @@ class SchedulerProcess:
         while True:
             due = self._loop.time() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            lag_s = self._loop.time() - due
-            hung = self.cell.find_hung(lag_s)
-            for link in self.links.values():
-                if hung is not None and link.member is hung:
-                    logger.error("worker %s hangs; its rows move", link.worker_id)
-                    link.break_off(Loss.HANG)
-            if self.workers.is_spare:
-                self._ready.set()
-            await self._tell_readiness()
-            if not self.cell.is_draining:
-                await self._hand_over.check_empty()
-            self.cell.give_up_waiting()
-            self._worker_gauges.tell()
-            await ledger.publish(list(self.links.values()))
+            try:
+                await self._look_after(ledger, self._loop.time() - due)
+            except Exception:
+                # Without the next rounds no hang would be found, and our lease would end.
+                logger.exception("looking after the cell")
+
+    async def _look_after(self, ledger: Ledger, lag_s: float) -> None:
+        hung = self.cell.find_hung(lag_s)
+        for link in self.links.values():
+            if hung is not None and link.member is hung:
+                logger.error("worker %s hangs; its rows move", link.worker_id)
+                link.break_off(Loss.HANG)
+        if self.workers.is_spare:
+            self._ready.set()
+        await self._tell_readiness()
+        if not self.cell.is_draining:
+            await self._hand_over.check_empty()
+        self.cell.give_up_waiting()
+        self._worker_gauges.tell()
+        await ledger.publish(list(self.links.values()))
 
     async def _tell_readiness(self) -> None:
         """Ready: it leads a worker, or others lead all that there are."""

@@ -8,7 +8,10 @@ import grpc.aio
 import pytest
 
 from octavo import WIRE_VERSION
+from octavo.registry import MemoryRegistry, SchedulerRecord
+from octavo.settings import SchedulerSettings
 from octavo.v1 import common_pb2, scheduler_pb2
+from octavo_scheduler import service
 from tests.fakes.fake_device import expected_tokens, salt_of
 from tests.fakes.simulated_cell import prompt_of, sampling_of
 from tests.unit.scheduler_svc.running_scheduler import (
@@ -170,6 +173,39 @@ def test_drain_finishes_what_it_can_and_ends_the_rest() -> None:
             assert long.finished[0].error.code == 14
 
     run(test)
+
+
+class StumblingRegistry(MemoryRegistry):
+    """Fails once when the scheduler tells that it is here, after it said so `num_good` times."""
+
+    def __init__(self, num_good: int) -> None:
+        super().__init__()
+        self.num_told = 0
+        self._num_good = num_good
+
+    def announce_scheduler(self, record: SchedulerRecord) -> None:
+        self.num_told += 1
+        if self.num_told == self._num_good + 1:
+            raise RuntimeError("can't start new thread")
+        super().announce_scheduler(record)
+
+
+def test_one_failed_round_does_not_end_the_watch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "_TICK_S", 0.01)
+
+    async def test() -> None:
+        registry = StumblingRegistry(num_good=2)
+        process = service.SchedulerProcess(SchedulerSettings(port=0, workers=("x:1",)), registry)
+        await process.start()
+        try:
+            await until(lambda: registry.num_told > 5)
+        finally:
+            await process.stop()
+
+    run(test)
+    assert "looking after the cell" in caplog.text
 
 
 def test_idle_cell_sends_no_plan() -> None:
