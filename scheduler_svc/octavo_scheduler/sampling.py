@@ -21,6 +21,11 @@ def check_sampling(params: common_pb2.SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequestError naming the field."""
     if params.max_tokens < 1:
         raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens}; at most max_tokens, {params.max_tokens}",
+            param="min_tokens",
+        )
     count_ids("stop_token_ids", params.stop_token_ids, None)
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         value = getattr(params, name)

@@ -83,6 +83,8 @@ def test_what_the_scheduler_reads_of_the_rules(
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
+        ({"min_tokens": 4}, "min_tokens"),
+        ({"min_tokens": 2**32 - 1}, "min_tokens"),
         ({"presence_penalty": float("nan")}, "presence_penalty"),
         ({"frequency_penalty": float("-inf")}, "frequency_penalty"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
