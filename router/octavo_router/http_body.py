@@ -13,6 +13,8 @@ from octavo.errors import CancelledError, InvalidRequestError, RequestTooLargeEr
 
 _JSON = "application/json"
 _MAX_PARAM_CHARS = 80
+# Far more than any request needs, and far less than what walks a value later can recurse.
+MAX_DEPTH = 100
 # Longer bodies may take tens of milliseconds, which streams on the event loop would feel.
 _LONG_BYTES = 256 << 10
 
@@ -20,8 +22,8 @@ _LONG_BYTES = 256 << 10
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body.
 
-    NaN and Infinity, lone surrogates, another encoding, a key twice in one object, and nesting
-    that exhausts the parser are refused. Raises InvalidRequestError, RequestTooLargeError.
+    NaN and Infinity, lone surrogates, another encoding, a key twice in one object, and more than
+    `MAX_DEPTH` levels of nesting are refused. Raises InvalidRequestError, RequestTooLargeError.
     """
     _check_headers(request, max_bytes)
     data = await _read(request, max_bytes)
@@ -76,6 +78,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
         value = json.loads(
             text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles
         )
+        _check_depth(text, value)
         if "\\u" in text:
             # An escape may spell half of a surrogate pair, which no encoder takes later.
             json.dumps(value, ensure_ascii=False).encode()
@@ -92,13 +95,34 @@ def parse_object(data: bytes) -> dict[str, Any]:
             f"the body isn't JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
     except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply") from None
+        _too_deep()
     except ValueError as error:
         # An integer of thousands of digits.
         raise InvalidRequestError(f"the body isn't JSON: {str(error)[:100]}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")
     return value
+
+
+def _check_depth(text: str, value: Any) -> None:
+    """Refuse what parses, but exhausts the stack of whoever shows, compares or renders it."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    containers = [value]
+    for _ in range(MAX_DEPTH):
+        containers = [
+            child
+            for item in containers
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, list | dict)
+        ]
+        if not containers:
+            return
+    _too_deep()
+
+
+def _too_deep() -> NoReturn:
+    raise InvalidRequestError(f"the body is nested too deeply: at most {MAX_DEPTH} levels")
 
 
 def _refuse_constant(name: str) -> NoReturn:
