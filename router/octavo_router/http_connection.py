@@ -185,6 +185,8 @@ class HttpConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         if cycle.scope["http_version"] == "1.0":
+            # Such a client takes an interim answer for the answer (RFC 9110, 10.1.1).
+            cycle.waiting_for_100_continue = False
             cycle.send = _until_close(cycle)  # type: ignore[method-assign]
         super()._start_asgi_task(cycle, app)
 

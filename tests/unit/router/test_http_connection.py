@@ -283,6 +283,23 @@ def test_http_1_0(is_stream: bool) -> None:
     run(check)
 
 
+@pytest.mark.parametrize(("version", "is_told"), [("1.1", True), ("1.0", False)])
+def test_who_asks_before_sending_a_body(version: str, is_told: bool) -> None:
+    """100 Continue is for HTTP/1.1: an older client would take it for the answer."""
+
+    async def check(router: RunningRouter, fake: Any, dial: Dial) -> None:
+        connection = await dial()
+        await connection.say(request(version=version, headers="Expect: 100-continue\r\n"))
+        if is_told:
+            assert await connection.reader.readuntil(b"\r\n\r\n") == (
+                b"HTTP/1.1 100 Continue\r\n\r\n"
+            )
+        status, _, body = await connection.answer()
+        assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 3)
+
+    run(check)
+
+
 def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     # The client that waits for the router to be ready holds none.
     monkeypatch.setattr(wiring, "raise_file_limit", lambda: 10)
