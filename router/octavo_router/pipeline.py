@@ -229,7 +229,7 @@ class Pipeline:
                 param = f"{param}[{position}]"
             check_text(self.tokenizer, param, prompt, fields, model)
             whole = encode(self.tokenizer, prompt)
-            token_ids = truncate(whole, fields, model)
+            token_ids = truncate(whole, request, model)
             check_length(param, len(token_ids), model)
             echo = None
             if fields.answer.echo:

@@ -56,14 +56,21 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> npt.NDArray[np.uint32]:
 
 
 def truncate(
-    token_ids: npt.NDArray[np.uint32], fields: RequestFields, model: ServedModel
+    token_ids: npt.NDArray[np.uint32], request: GenerateRequest, model: ServedModel
 ) -> npt.NDArray[np.uint32]:
-    """The last ids, as many as `truncate_prompt_tokens` says; -1 = what max_tokens leaves."""
-    limit = fields.truncate_prompt_tokens
+    """The last ids, as many as `truncate_prompt_tokens` says; -1 = what the answer leaves.
+
+    An answer takes its max_tokens, its door's default, or at least min_tokens and 1.
+    """
+    limit = request.fields.truncate_prompt_tokens
     if limit is None:
         return token_ids
     if limit < 0:
-        limit = max(model.max_total_tokens - (fields.sampling.max_tokens or 1), 1)
+        sampling = request.fields.sampling
+        asked = sampling.max_tokens
+        num_answer = request.default_max_tokens if asked is None else asked
+        num_answer = max(num_answer or 1, sampling.min_tokens)
+        limit = max(model.max_total_tokens - num_answer, 1)
     return token_ids[-limit:]
 
 

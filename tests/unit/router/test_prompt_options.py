@@ -52,8 +52,18 @@ def test_as_many_are_kept_as_fit() -> None:
     async def check(router: RunningRouter) -> None:
         body = {"prompt": "x" * 500, "truncate_prompt_tokens": -1}
         assert len(await prompt_of(router, fake, TEXT, **body, max_tokens=30)) == 70
-        assert len(await prompt_of(router, fake, TEXT, **body, max_tokens=None)) == 99
+        # Absent is 16 for a completion, whatever is cut for it.
+        assert len(await prompt_of(router, fake, TEXT, **body, max_tokens=None)) == 84
+        assert fake.submits[-1].sampling.max_tokens == 16
+        assert len(await prompt_of(router, fake, TEXT, **body, max_tokens=0, echo=True)) == 99
+        # Absent is the rest of the context for a chat: one token at least, or those asked for.
+        chat = {"messages": [{"role": "user", "content": "x" * 500}], "truncate_prompt_tokens": -1}
+        assert len(await prompt_of(router, fake, CHAT, **chat, max_tokens=None)) == 99
         assert fake.submits[-1].sampling.max_tokens == 1
+        for least in (1, 8, 90):
+            options = {**chat, "max_tokens": None, "min_tokens": least}
+            assert len(await prompt_of(router, fake, CHAT, **options)) == 100 - least
+            assert fake.submits[-1].sampling.max_tokens == least
         fake.max_request_tokens = 60
         # What the cache holds counts too, from the next session on.
         fake.drop_sessions()
