@@ -32,9 +32,11 @@ from octavo_router.session import Session, may_try_elsewhere, open_session
 log = logging.getLogger(__name__)
 DISCOVERY_S = 1.0
 DIAL_TIMEOUT_S = 5.0
-# No longer at its end: at a start the model is there, and only this pause is waited for. With the
-# last of them one is warned.
-_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 0.5)
+# No longer at its end: at a start the model is there, and only this pause is waited for.
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
+# So many failed dials of a new address (ten seconds) are worth a warning: while workers load their
+# weights no scheduler has one, at every start.
+_PATIENCE = 20
 # A session that ended sooner counts as a failed dial.
 _STABLE_S = 1.0
 # How long a lost flight waits for a scheduler.
@@ -416,7 +418,7 @@ def _level_of_failure(failures: int, *, was_connected: bool) -> int:
         return logging.WARNING if failures == 0 else logging.DEBUG
     if failures == 0:
         return logging.INFO
-    return logging.WARNING if failures == len(_BACKOFF_S) else logging.DEBUG
+    return logging.WARNING if failures == _PATIENCE else logging.DEBUG
 
 
 def _gave_nothing(flight: Flight) -> bool:

@@ -62,8 +62,10 @@ def test_a_session_that_its_peer_cancels_is_a_lost_one() -> None:
 
 
 def test_only_a_scheduler_that_stays_away_is_worth_a_warning(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("octavo_router.sessions._PATIENCE", 5)
+
     def levels() -> list[int]:
         return [r.levelno for r in caplog.records if "not connected" in r.getMessage()]
 
