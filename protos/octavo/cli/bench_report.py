@@ -53,7 +53,8 @@ class BenchReport:
             Console(stderr=True).print(one_table(record))
             return
         if self._num_rows == 0:
-            print(f"{record['model']} {record['dtype']} on {record['gpu']}", file=sys.stderr)
+            device = record["gpu"] or "CPU"
+            print(f"{record['model']} {record['dtype']} on {device}", file=sys.stderr)
             print(HEAD, file=sys.stderr)
         self._num_rows += 1
         print(row_of(record), file=sys.stderr, flush=True)

@@ -72,7 +72,8 @@ class Findings:
 
     @property
     def ceiling_share(self) -> float:
-        return self.hit_tokens / self.ceiling_tokens
+        # Where nothing repeats (the first minutes of a trace), nothing was missed.
+        return self.hit_tokens / self.ceiling_tokens if self.ceiling_tokens else 1.0
 
     @property
     def imbalance(self) -> float:

@@ -67,6 +67,11 @@ def test_one_cell_and_four_on_the_beginning_of_the_conversations() -> None:
     assert four.ceiling_share >= 0.9
 
 
+def test_a_run_in_which_nothing_repeats_has_missed_nothing() -> None:
+    found = Findings("x", ONE_CELL, [], 100, 0, 0, [100], 1.0)
+    assert found.ceiling_share == 1.0
+
+
 def test_short_chats_find_what_they_said_before() -> None:
     assert run("chats", FOUR_CELLS, 0.25).ceiling_share >= 0.9
 

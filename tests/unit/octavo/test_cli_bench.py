@@ -51,7 +51,7 @@ def test_what_is_measured_is_recorded_at_once_with_the_split_cost(
     assert http["split_ratio"] == 0.8
     assert "split_ratio" not in bare.keys() | grpc.keys()
     title, *rows = captured.err.splitlines()
-    assert title == "some-model float32 on None"
+    assert title == "some-model float32 on CPU"
     assert rows == [HEAD, row_of(bare), row_of(http), row_of(grpc)]
     assert rows[2].split()[:6] == ["bs1", "greedy", "http", "2.0", "2.50", "0.800"]
     assert rows[2].endswith(" 0.30 0.50 0.20 1.10")
