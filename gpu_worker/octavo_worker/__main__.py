@@ -44,7 +44,8 @@ ResultT = TypeVar("ResultT")
 
 def main(argv: list[str] | None = None) -> int:
     """Run a worker until a signal ends it; the exit code is 0 if one did."""
-    parser = argparse.ArgumentParser(prog="octavo worker", description="Run one GPU worker.")
+    usage, about = "%(prog)s [OPTIONS]", "Run one worker."
+    parser = argparse.ArgumentParser(prog="octavo worker", usage=usage, description=about)
     add_arguments(parser, WorkerSettings)
     arguments = vars(parser.parse_args(argv))
     try:

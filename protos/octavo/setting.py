@@ -1,7 +1,8 @@
 """One setting: its field with documentation and limits, its variable's name, its value read.
 
 A value comes as text, or from a file if it is a secret. Must not know: which settings there are.
-Entry points: `setting`, `environment_name`, `FileSecret`, `parse_value`, `check_value`.
+Entry points: `setting`, `environment_name`, `help_of`, `metavar_of`, `FileSecret`, `parse_value`,
+`check_value`.
 """
 
 import math
@@ -12,6 +13,7 @@ from octavo.errors import ConfigurationError
 from octavo.file_stamp import FileStamp, stamp_of
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+_KINDS = {bool: "neither true nor false", int: "no whole number", float: "no number"}
 
 
 def setting(
@@ -37,6 +39,23 @@ def setting(
 def environment_name(name: str) -> str:
     """`max_num_seqs` -> `OCTAVO_MAX_NUM_SEQS`."""
     return f"OCTAVO_{name.upper()}"
+
+
+def help_of(item: Field[Any]) -> str:
+    """The line of `--help` about the setting `item`: what it is, and its default if it has one."""
+    text: str = item.metadata["help"]
+    if isinstance(item.default, bool):
+        return f"{text} [{str(item.default).lower()}]"
+    return text if item.default in ("", (), None) else f"{text} [{item.default}]"
+
+
+def metavar_of(item: Field[Any]) -> str:
+    """What `--help` shows for the value: the words that are allowed, or one for all."""
+    if isinstance(item.default, bool):
+        return "{true,false}"
+    if item.metadata["choices"]:
+        return f"{{{','.join(map(str, item.metadata['choices']))}}}"
+    return item.name.rsplit("_", 1)[-1].upper()
 
 
 class FileSecret(str):
@@ -90,7 +109,7 @@ def parse_value(name: str, hint: Any, text: str) -> Any:
         return hint(text)
     except ValueError:
         raise ConfigurationError(
-            f"{environment_name(name)}={text!r} is no {hint.__name__}", param=name
+            f"{environment_name(name)}={text!r} is {_KINDS[hint]}", param=name
         ) from None
 
 

@@ -10,11 +10,19 @@ any service. Entry points: `add_arguments`, `load`, `to_flags`, `to_environment`
 import argparse
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from octavo.errors import ConfigurationError
-from octavo.setting import FileSecret, check_value, environment_name, parse_value, setting
+from octavo.setting import (
+    FileSecret,
+    check_value,
+    environment_name,
+    help_of,
+    metavar_of,
+    parse_value,
+    setting,
+)
 
 SettingsT = TypeVar("SettingsT")
 
@@ -24,16 +32,15 @@ def add_arguments(
 ) -> None:
     """Add a flag for every setting of `classes` (a field that several share, once)."""
     seen: set[str] = set(exclude)
-    for cls in classes:
+    # What every process has comes first, as a group of its own.
+    for cls in (CommonSettings, *classes):
         group = parser.add_argument_group(cls.__name__.removesuffix("Settings").lower())
         for item in fields(cls):
             if item.name in seen:
                 continue
             seen.add(item.name)
-            default = item.default if item.default is not MISSING else None
-            text = f"{item.metadata['help']} [{default}]".replace("%", "%%")
-            flag = f"--{item.name.replace('_', '-')}"
-            metavar = item.name.rsplit("_", 1)[-1].upper()
+            text = help_of(item).replace("%", "%%")
+            flag, metavar = f"--{item.name.replace('_', '-')}", metavar_of(item)
             group.add_argument(flag, dest=item.name, default=None, help=text, metavar=metavar)
             if item.metadata["secret"]:
                 text = f"file that holds {item.name}"

@@ -13,7 +13,8 @@ from octavo_scheduler.service import SchedulerProcess
 
 def main(argv: list[str] | None = None) -> int:
     """Run a scheduler until a signal ends it; 0 then, 2 for a mistake at start."""
-    parser = argparse.ArgumentParser(prog="octavo scheduler", description="Run one scheduler.")
+    usage, about = "%(prog)s [OPTIONS]", "Run one scheduler."
+    parser = argparse.ArgumentParser(prog="octavo scheduler", usage=usage, description=about)
     add_arguments(parser, SchedulerSettings)
     arguments = vars(parser.parse_args(argv))
     try:

@@ -131,6 +131,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--record", metavar="FILE", help="append a JSON line a run and one of all to FILE"
     )
+    parser.usage = "%(prog)s [MODEL] [OPTIONS]"
     add_arguments(parser, SchedulerSettings, WorkerSettings, exclude=_UNUSED)
     arguments = parser.parse_args(argv)
     for name in (*counts, "scale"):

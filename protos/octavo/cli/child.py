@@ -157,7 +157,9 @@ class Child:
             return
         tail = "\n".join(f"    {line}" for line in self._tail)
         if status == CONFIGURATION_STATUS and not was_ready:
-            raise ConfigurationError(f"{name} refused to start:\n{tail}")
+            # What it said about the mistake, without the log before it.
+            said = tail[max(tail.rfind("    octavo "), 0) :]
+            raise ConfigurationError(f"{name} refused to start:\n{said}")
         raise CrashLoopError(
             f"{name} ended {self._policy.num_fast_exits} times in a row, the last time with "
             f"{reason}; gave up. Its last words:\n{tail}"

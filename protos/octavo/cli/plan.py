@@ -105,7 +105,14 @@ def _gpu(arguments: argparse.Namespace) -> Gpu:
     gpu = find_gpu(arguments.gpu) if arguments.gpu else Gpu("card", 0)
     if arguments.gpu_memory:
         parse_bytes = importlib.import_module("octavo_worker.kv_cache").parse_bytes
-        gpu = dataclasses.replace(gpu, memory_bytes=parse_bytes(arguments.gpu_memory, "gpu_memory"))
+        try:
+            memory_bytes = parse_bytes(arguments.gpu_memory, "gpu_memory")
+        except ConfigurationError:
+            memory_bytes = 0
+        if memory_bytes < 1 << 30:  # often a number without its unit
+            message = f"--gpu-memory {arguments.gpu_memory!r} is no card's; write e.g. 24GiB"
+            raise ConfigurationError(message, param="gpu_memory")
+        gpu = dataclasses.replace(gpu, memory_bytes=memory_bytes)
     return gpu
 
 

@@ -50,6 +50,8 @@ def parse_options(argv: Sequence[str] | None) -> StackOptions:
 
 def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that `stack_options` reads."""
+    # Settings are many: argparse's own would bury a mistake's message under all their names.
+    parser.usage = "%(prog)s [MODEL] [OPTIONS]"
     parser.add_argument(
         "model",
         nargs="?",

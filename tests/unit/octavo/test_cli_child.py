@@ -126,9 +126,22 @@ def test_stop_between_two_lives_does_not_wait_for_the_next(tmp_path: Path) -> No
 
 
 def test_a_configuration_mistake_is_not_tried_again(tmp_path: Path) -> None:
-    code = "print('OCTAVO_PORT=x is no int'); raise SystemExit(2)"
+    code = "print('OCTAVO_PORT=x is wrong'); raise SystemExit(2)"
     with pytest.raises(ConfigurationError, match=r"(?s)refused to start.*OCTAVO_PORT=x"):
         asyncio.run(_child(tmp_path, code).run())
+
+
+def test_a_mistake_that_a_service_names_is_told_without_its_log(tmp_path: Path) -> None:
+    lines = (
+        "12:00:00 INFO    worker octavo_worker: loading",
+        "octavo worker: A=x: wrong",
+        "or: so",
+    )
+    code = f"print({chr(10).join(lines)!r}); raise SystemExit(2)"
+    with pytest.raises(ConfigurationError) as caught:
+        asyncio.run(_child(tmp_path, code).run())
+    _, *said = caught.value.message.splitlines()
+    assert said == ["    octavo worker: A=x: wrong", "    or: so"]
 
 
 def test_a_crash_loop_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

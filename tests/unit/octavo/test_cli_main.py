@@ -37,9 +37,9 @@ def test_a_command_gets_its_arguments_and_gives_its_status(monkeypatch: pytest.M
 def test_user_errors_end_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _install(monkeypatch, "worker", ConfigurationError("OCTAVO_PORT=x is no int"))
+    _install(monkeypatch, "worker", ConfigurationError("OCTAVO_PORT=x is wrong"))
     assert run(["worker"]) == 2
-    assert capsys.readouterr().err == "octavo worker: OCTAVO_PORT=x is no int\n"
+    assert capsys.readouterr().err == "octavo worker: OCTAVO_PORT=x is wrong\n"
 
 
 def test_a_missing_package_names_its_extra(

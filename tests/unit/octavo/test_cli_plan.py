@@ -218,7 +218,8 @@ def _flag(name: str) -> str:
     [
         ([], "give --gpu NAME or --gpu-memory SIZE"),
         (["--gpu", "h300"], "--gpu 'h300' isn't known"),
-        (["--gpu-memory", "big"], "OCTAVO_GPU_MEMORY='big' is no size"),
+        (["--gpu-memory", "big"], "--gpu-memory 'big' is no card's; write e.g. 24GiB"),
+        (["--gpu-memory", "24"], "--gpu-memory '24' is no card's; write e.g. 24GiB"),
         (["--gpu-memory", "1GiB"], "doesn't fit on 4 x card"),
         (["--gpu", "L4", "--max-model-len", "9000"], "OCTAVO_MAX_MODEL_LEN=9000"),
     ],

@@ -50,7 +50,9 @@ def test_one_namespace_reaches_every_service(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("--block-size 24", r"OCTAVO_BLOCK_SIZE=24: must be one of 16, 32"),
         ("--workers 0", r"--workers 0: must be at least 1"),
-        ("--max-num-seqs many", r"OCTAVO_MAX_NUM_SEQS='many' is no int"),
+        ("--max-num-seqs many", r"OCTAVO_MAX_NUM_SEQS='many' is no whole number"),
+        ("--ui maybe", r"OCTAVO_UI='maybe' is neither true nor false"),
+        ("--itl-target-ms few", r"OCTAVO_ITL_TARGET_MS='few' is no number"),
         ("--preset fast", r"OCTAVO_PRESET='fast': must be one of latency, balanced, throughput"),
     ],
 )

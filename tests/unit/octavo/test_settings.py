@@ -85,6 +85,22 @@ def test_help_names_every_flag_once(cls: type[Any]) -> None:
         assert words.count(f"--{item.name.replace('_', '-')}") == 1
 
 
+def test_help_says_what_a_value_may_be_and_which_it_is() -> None:
+    parser = argparse.ArgumentParser(prog="octavo")
+    add_arguments(parser, *CLASSES)
+    text = " ".join(parser.format_help().split())
+    for shown in (
+        "--ui {true,false} serve the status page at /ui [true]",
+        "--block-size {16,32} tokens per KV block [16]",
+        "--log-level {debug,info,warning,error} log level [info]",
+        "--max-num-seqs SEQS",
+    ):
+        assert shown in text
+    assert not any(default in text for default in ("[]", "[()]", "[None]"))
+    # What all have stands by itself, first.
+    assert text.index(" common: --log-level") < text.index(" router: --host")
+
+
 def test_classes_that_share_a_setting_share_its_flag() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser, *CLASSES)
