@@ -143,9 +143,9 @@ class Cell:
     def note_progress(
         self, member: Member, step: int, *, is_running: bool, is_leaving: bool
     ) -> None:
-        """What the worker says of itself; other phases than running are no hang."""
+        """What the worker says of itself; one that neither runs nor drains can't hang."""
         member.is_leaving |= is_leaving
-        if step > member.last_step or not is_running:
+        if step > member.last_step or not (is_running or is_leaving):
             member.last_step = step
             member.last_progress = self.clock()
 

@@ -201,6 +201,26 @@ def test_hung_worker_is_found_and_only_if_it_owes_steps() -> None:
         assert sim.answer(handle).token_ids == expected_tokens(prompt, 30)
 
 
+@pytest.mark.parametrize("phase", ["running", "draining", "compiling"])
+def test_progress_without_a_step_is_a_hang_if_steps_are_to_run(phase: str) -> None:
+    sim = SimulatedCell()
+    (member,) = sim.members
+    sim.submit(prompt_of(20), 100)
+    for _ in range(4):
+        sim.step()
+    sim.links[member].is_frozen = True
+    sim.step()
+    for _ in range(20):
+        sim.clock.advance(1.0)
+        sim.cell.note_progress(
+            member,
+            sim.links[member].device.last_step,
+            is_running=phase == "running",
+            is_leaving=phase == "draining",
+        )
+    assert sim.cell.find_hung(0.0) is (None if phase == "compiling" else member)
+
+
 def test_hang_inside_a_lease_is_found() -> None:
     sim = SimulatedCell(settings=settings(lease_steps=16))
     sim.submit(prompt_of(20), 400)
