@@ -7,6 +7,7 @@ Must not know: plans, sessions, I/O. Entry point: `Placement.admit`.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from octavo.settings import SchedulerSettings
 from octavo_scheduler.admission import AdmissionQueue
@@ -93,11 +94,10 @@ class Placement:
         rate = max(rival.cost.prefill_tokens_per_s for rival in rivals)
         row_s = max(rival.cost.row_s for rival in rivals)
         candidates = [_candidate(rival, sequence, rival is worker, rate, row_s) for rival in rivals]
+        # Who waited too long takes what has room: nobody passes it, so workers would stand idle.
+        budget_s = -inf if self._has_waited(sequence) else self._affinity_budget_s
         choice = choose_worker(
-            candidates,
-            len(sequence.token_ids),
-            self._affinity_budget_s,
-            worker.expected_output(sequence),
+            *(candidates, len(sequence.token_ids), budget_s, worker.expected_output(sequence))
         )
         return choice is not None and rivals[choice] is worker
 

@@ -1,6 +1,6 @@
 """The cell and its queue: who is let in and when, deadlines, and the head that reserves."""
 
-from tests.fakes.fake_device import FakeSize, expected_tokens
+from tests.fakes.fake_device import FakeDevice, FakeSize, expected_tokens
 from tests.fakes.simulated_cell import SimulatedCell, prompt_of
 from tests.unit.scheduler_svc.core_cases import finish_reason, finished, settings, tiny_pool
 
@@ -107,4 +107,26 @@ def test_a_head_that_waited_too_long_reserves() -> None:
         assert sim.num_steps < 1000
     sim.run()
     assert sim.answer(head).token_ids == expected_tokens(prompt_of(500, seed=2), 100)
+    sim.assert_all_free()
+
+
+def test_a_head_that_waited_too_long_is_not_choosy() -> None:
+    options = settings(admission_max_wait_s=0.05, growth_reserve=0.0)
+    sim = SimulatedCell(tiny_pool(60), settings=options)
+    prefix = prompt_of(320, seed=1)
+    sim.submit(prefix, 1)
+    sim.run()
+    # The worker that has the prefix is full of rows that end within the affinity budget.
+    for length in (100, 420):
+        sim.submit(prompt_of(length, seed=length), 450)
+    for _ in range(5):
+        sim.step()
+    sim.attach(FakeDevice(tiny_pool(60)))
+    submitted = sim.clock()
+    head = sim.submit(prefix + prompt_of(150, seed=3), 5)
+    while sim.answer(head).started is None:
+        sim.step()
+    assert sim.clock() - submitted < 0.06
+    assert sim.members[1].state.rows.num_held == 1
+    sim.run()
     sim.assert_all_free()
