@@ -72,12 +72,17 @@ def test_reserving_growth_spares_preemptions() -> None:
 @pytest.mark.parametrize("max_preemptions", [0, 1, 3])
 def test_many_that_half_fit_all_finish(max_preemptions: int) -> None:
     size = FakeSize(num_blocks=9, max_num_seqs=8, max_num_batched_tokens=64)
-    sim = SimulatedCell(size, settings=settings(max_preemptions=max_preemptions))
-    prompts = [prompt_of(70, seed=i) for i in range(20)]
-    handles = [sim.submit(prompt, 50) for prompt in prompts]
+    options = settings(max_preemptions=max_preemptions, growth_reserve=0.0)
+    sim = SimulatedCell(size, settings=options)
+    # Two prompts of three blocks fit beside each other; each grows to all eight.
+    prompts = [prompt_of(40, seed=i) for i in range(20)]
+    handles = [sim.submit(prompt, 80) for prompt in prompts]
     sim.run(max_steps=20_000)
     for prompt, handle in zip(prompts, handles, strict=True):
-        assert sim.answer(handle).token_ids == expected_tokens(prompt, 50)
+        assert sim.answer(handle).token_ids == expected_tokens(prompt, 80)
+    assert len(prompts) / 2 < sim.counter("preemptions_total") < 3 * len(prompts)
+    num_computed = sim.links[sim.members[0]].device.num_computed_tokens
+    assert num_computed < 2 * len(prompts) * (40 + 80)
     sim.assert_all_free()
 
 
