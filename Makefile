@@ -31,7 +31,7 @@ export PYTHONUNBUFFERED := 1
 	test-gpu-others test-compose bench serve up down clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## make .venv with everything that serving, testing and developing need
 
