@@ -21,6 +21,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,8 +195,9 @@ class Pipeline:
 
     async def tokenize(self, prompt: Prompt) -> npt.NDArray[np.uint32]:
         """The ids that `start` would submit for this prompt."""
-        check_size(prompt)
-        return await self._in_thread(encode, self.tokenizer, prompt)
+        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        check = partial(check_size, param)
+        return await self._in_thread(encode, self.tokenizer, prompt, check)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """All of the ids as text, special ones too."""
@@ -227,8 +229,8 @@ class Pipeline:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             if len(fields.prompts) > 1:
                 param = f"{param}[{position}]"
-            check_text(self.tokenizer, param, prompt, fields, model)
-            whole = encode(self.tokenizer, prompt)
+            check = partial(check_text, self.tokenizer, param, fields, model)
+            whole = encode(self.tokenizer, prompt, check)
             token_ids = truncate(whole, request, model)
             check_length(param, len(token_ids), model)
             echo = None

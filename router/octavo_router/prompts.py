@@ -6,7 +6,7 @@ Entry points: `check_text`, `check_size`, `encode`, `truncate`, `echo_of`, `enco
 """
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo_router.fields import refuse
 from octavo_router.flights import PromptEcho, ResolvedSampling
+from octavo_router.params import SamplingOptions
 from octavo_router.requests import (
     ChatPrompt,
     GenerateRequest,
@@ -36,12 +37,18 @@ MAX_CHARS_PER_TOKEN = 256
 MAX_TEXT_CHARS = 1 << 21
 
 
-def encode(tokenizer: Tokenizer, prompt: Prompt) -> npt.NDArray[np.uint32]:
-    """A prompt's ids [T]. Raises InvalidRequestError."""
+def encode(
+    tokenizer: Tokenizer, prompt: Prompt, check: Callable[[str], None]
+) -> npt.NDArray[np.uint32]:
+    """A prompt's ids [T]. `check` gets the text before it is tokenized, and raises to refuse it.
+
+    Raises InvalidRequestError.
+    """
     match prompt:
         case IdsPrompt():
             return np.array(prompt.token_ids, dtype=np.uint32)
         case TextPrompt():
+            check(prompt.text)
             return tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
         case ChatPrompt():
             rendering = prompt.rendering
@@ -52,6 +59,7 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> npt.NDArray[np.uint32]:
                 template=rendering.template,
                 variables=rendering.variables,
                 add_special_tokens=prompt.add_special_tokens,
+                check=check,
             )
 
 
@@ -75,21 +83,21 @@ def truncate(
 
 
 def check_text(
-    tokenizer: Tokenizer, param: str, prompt: Prompt, fields: RequestFields, model: ServedModel
+    tokenizer: Tokenizer, param: str, fields: RequestFields, model: ServedModel, text: str
 ) -> None:
     """Refuse a text that is far too long, without the seconds and memory that all its tokens cost.
 
-    Raises ContextLengthError. What is near the limit passes: `check_length` counts it exactly.
+    `text`: what is to be tokenized: of messages, all that the template shows of them. Raises
+    ContextLengthError. What is near the limit passes: `check_length` counts it exactly.
     """
-    texts = list(_texts_of(prompt))
-    num_chars = sum(map(len, texts))
+    num_chars = len(text)
     limit = model.max_total_tokens
     if num_chars <= 2 * PROBED_CHARS_PER_TOKEN * limit:
         return
     if num_chars <= MAX_CHARS_PER_TOKEN * limit:
         if fields.truncate_prompt_tokens is not None:
             return
-        head = "".join(texts)[: PROBED_CHARS_PER_TOKEN * limit]
+        head = text[: PROBED_CHARS_PER_TOKEN * limit]
         if len(tokenizer.encode(head, add_special_tokens=False)) < 2 * limit:
             return
     raise ContextLengthError(
@@ -98,25 +106,10 @@ def check_text(
     )
 
 
-def check_size(prompt: Prompt) -> None:
+def check_size(param: str, text: str) -> None:
     """Bound what is tokenized for its own sake. Raises InvalidRequestError."""
-    num_chars = sum(map(len, _texts_of(prompt)))
-    if num_chars > MAX_TEXT_CHARS:
-        param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        refuse(param, f"at most {MAX_TEXT_CHARS} characters long", f"{num_chars} characters")
-
-
-def _texts_of(prompt: Prompt) -> Iterator[str]:
-    if isinstance(prompt, TextPrompt):
-        yield prompt.text
-    if not isinstance(prompt, ChatPrompt):
-        return
-    for message in prompt.messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [{"text": content}]:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if isinstance(text, str):
-                yield text
+    if len(text) > MAX_TEXT_CHARS:
+        refuse(param, f"at most {MAX_TEXT_CHARS} characters long", f"{len(text)} characters")
 
 
 def check_length(param: str, num_tokens: int, model: ServedModel) -> None:
@@ -184,6 +177,8 @@ def resolve_sampling(
     if options.min_tokens > max_tokens:
         refuse("min_tokens", f"at most max_tokens ({max_tokens} here)", options.min_tokens)
     eos = () if options.ignore_eos else (*model.eos_token_ids, *end_ids)
+    stop_token_ids = tuple(dict.fromkeys((*options.stop_token_ids, *eos)))
+    _check_drawable(options, bad_word_ids, stop_token_ids)
     return ResolvedSampling(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -191,13 +186,27 @@ def resolve_sampling(
         min_p=options.min_p,
         seed=_seed(request, position),
         max_tokens=max_tokens,
-        stop_token_ids=tuple(dict.fromkeys((*options.stop_token_ids, *eos))),
+        stop_token_ids=stop_token_ids,
         logprobs=options.logprobs,
         min_tokens=options.min_tokens,
         prompt_logprobs=request.fields.num_prompt_logprobs,
         rules=options.rules,
         bad_word_ids=bad_word_ids,
     )
+
+
+def _check_drawable(
+    options: SamplingOptions,
+    bad_word_ids: tuple[tuple[int, ...], ...],
+    stop_token_ids: tuple[int, ...],
+) -> None:
+    """Refuse rules that leave no first token to draw: the worker could only fail."""
+    allowed = options.rules.allowed_token_ids
+    barred = {ids[0] for ids in bad_word_ids if len(ids) == 1}
+    if options.min_tokens:
+        barred.update(stop_token_ids)
+    if allowed and barred.issuperset(allowed):
+        refuse("allowed_token_ids", "more than what bad_words and min_tokens bar", list(allowed))
 
 
 def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> int:

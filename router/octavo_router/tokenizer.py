@@ -10,7 +10,7 @@ Entry points: `Tokenizer`, `load_tokenizer`.
 
 import array
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,10 +55,12 @@ class Tokenizer(Protocol):
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        check: Callable[[str], None] | None = None,
     ) -> NDArray[np.uint32]:
         """Ids [T] of rendered messages. InvalidRequestError for what the template refuses.
 
-        `template` None = the model's own; `variables`: extra ones that it may name.
+        `template` None = the model's own; `variables`: extra ones that it may name. `check` gets
+        the rendered text before it is tokenized, and raises to refuse it.
         """
         ...
 
@@ -121,6 +123,7 @@ class HuggingFaceTokenizer:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        check: Callable[[str], None] | None = None,
     ) -> NDArray[np.uint32]:
         text = self._template_of(template).render(
             messages,
@@ -128,6 +131,8 @@ class HuggingFaceTokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
         )
+        if check is not None:
+            check(text)
         if template is None:
             add_special_tokens |= self._adds_to_chats
         return self.encode(text, add_special_tokens=add_special_tokens)

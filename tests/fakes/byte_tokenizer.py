@@ -4,7 +4,7 @@ Every text has an obvious list of ids and any id sequence an obvious text, so te
 can say exactly what must arrive.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class ByteTokenizer:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        check: Callable[[str], None] | None = None,
     ) -> NDArray[np.uint32]:
         chat = TEMPLATE if template is None else ChatTemplate.of_request(template, {})
         text = chat.render(
@@ -51,6 +52,8 @@ class ByteTokenizer:
             continue_final_message=continue_final_message,
             variables=variables,
         )
+        if check is not None:
+            check(text)
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -1,6 +1,7 @@
 """Texts far beyond the context are refused without tokenizing them; those near it are counted."""
 
 import asyncio
+import json
 from typing import Any
 
 import grpc
@@ -18,6 +19,13 @@ def chat(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
+def chat_of_call(text: str) -> dict[str, Any]:
+    """A history whose template shows what is no message's content."""
+    call = {"function": {"name": "f", "arguments": json.dumps({"x": text})}}
+    history = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    return {"messages": [*chat("x")["messages"], *history]}
+
+
 # Path, body, and the longest text that may be tokenized to refuse it.
 CASES = [
     ("/v1/completions", {"prompt": "x" * CONTEXT}, CONTEXT),
@@ -29,6 +37,13 @@ CASES = [
     ("/v1/chat/completions", chat("x" * 1_000_000), 0),
     ("/v1/chat/completions", chat([{"type": "text", "text": "x" * 500_000}] * 2), 0),
     ("/v1/chat/completions", chat("x" * (2 * PROBED + 1)), PROBED),
+    ("/v1/chat/completions", chat_of_call("x" * 1_000_000), 0),
+    ("/v1/chat/completions", chat_of_call("x" * (2 * PROBED + 1)), PROBED),
+    (
+        "/v1/chat/completions",
+        chat("x") | {"chat_template_kwargs": {"preamble": "x" * 1_000_000}},
+        0,
+    ),
     ("/v1/chat/completions", {"messages": chat("x" * 50)["messages"] * 4000}, 0),
 ]
 
@@ -74,12 +89,22 @@ def test_a_long_text_may_be_cut() -> None:
     run(check)
 
 
+def test_what_the_template_leaves_out_is_not_counted() -> None:
+    async def check(router: RunningRouter, seen: list[int]) -> None:
+        body = {"messages": [chat("x")["messages"][0] | {"reasoning": "x" * 1_000_000}]}
+        answer = await router.http.post("/v1/chat/completions", json={**body, "max_tokens": 2})
+        assert answer.json()["usage"]["prompt_tokens"] == max(seen) == len("user:x\nassistant:")
+
+    run(check)
+
+
 def test_what_is_tokenized_for_its_own_sake_is_bounded_too() -> None:
     async def check(router: RunningRouter, seen: list[int]) -> None:
         text = "x" * (MAX_TEXT_CHARS + 1)
         for body, param in (
             ({"prompt": text}, "prompt"),
             (chat([{"type": "text", "text": text[:-9]}] * 2), "messages"),
+            (chat_of_call(text), "messages"),
         ):
             answer = await router.http.post("/tokenize", json=body)
             assert answer.status_code == 400

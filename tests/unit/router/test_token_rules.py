@@ -167,6 +167,42 @@ GRPC_BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_rules_that_bar_every_token() -> None:
+    """Ids 97, 98 and 32 are a, b and a space; 256 ends an answer."""
+    barred: list[dict[str, Any]] = [
+        {"allowed_token_ids": [256], "min_tokens": 1},
+        {"allowed_token_ids": [97, 256], "stop_token_ids": [97], "min_tokens": 2},
+        {"allowed_token_ids": [97], "bad_words": ["a"]},
+        {"allowed_token_ids": [98, 97, 97], "bad_words": ["b", "a"]},
+        {"allowed_token_ids": [97, 256], "bad_words": ["a"], "min_tokens": 1},
+    ]
+    drawable: list[dict[str, Any]] = [
+        {"allowed_token_ids": [256]},
+        {"allowed_token_ids": [256], "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": [97, 256], "bad_words": ["a"]},
+        {"allowed_token_ids": [97, 98], "bad_words": ["a", "b c"], "min_tokens": 2},
+        {"allowed_token_ids": [97], "bad_words": ["aa"]},
+    ]
+
+    async def main() -> None:
+        fake = byte_scheduler()
+        async with running_router(fake) as router:
+            for fields in barred:
+                body = {"prompt": "x", "max_tokens": 4, **fields}
+                answer = await router.http.post("/v1/completions", json=body)
+                assert answer.status_code == 400, fields
+                error = answer.json()["error"]
+                assert error["param"] == "allowed_token_ids"
+                assert "bad_words and min_tokens" in error["message"]
+            assert not fake.submits
+            for fields in drawable:
+                body = {"prompt": "x", "max_tokens": 4, **fields}
+                answer = await router.http.post("/v1/completions", json=body)
+                assert answer.status_code == 200, fields
+
+    asyncio.run(main())
+
+
 def test_bad_values_over_grpc() -> None:
     async def main() -> None:
         fake = byte_scheduler()
