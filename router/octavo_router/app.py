@@ -186,7 +186,7 @@ def _add_text_routes(app: FastAPI, service: Service) -> None:
         if not isinstance(tokens, list):
             refuse("tokens", "a list of token ids", tokens)
         if len(tokens) > MAX_DETOKENIZE_IDS:
-            refuse("tokens", f"at most {MAX_DETOKENIZE_IDS} ids", f"{len(tokens)} ids")
+            refuse("tokens", f"at most {MAX_DETOKENIZE_IDS} ids", len(tokens))
         token_ids = as_token_ids("tokens", tokens, service.vocab_size)
         return Detokenized(prompt=await service.pipeline.detokenize(token_ids))
 

@@ -70,7 +70,7 @@ class Fields:
         if not isinstance(value, str):
             refuse(name, "a string", value)
         if len(value) > max_chars:
-            refuse(name, f"at most {max_chars} characters long", f"{len(value)} characters")
+            refuse(name, f"at most {max_chars} characters long", len(value))
         return value
 
     def strings(
@@ -85,14 +85,14 @@ class Fields:
             refuse(name, f"a {'string or a ' if or_one else ''}list of strings", value)
         strings: list[Any] = [value] if is_one else list(value)
         if len(strings) > max_count:
-            refuse(name, f"at most {max_count} strings", f"{len(strings)} strings")
+            refuse(name, f"at most {max_count} strings", len(strings))
         for position, string in enumerate(strings):
             where = name if is_one else f"{name}[{position}]"
             if not isinstance(string, str):
                 refuse(where, "a string", string)
             if not 1 <= len(string) <= max_chars:
                 rule = f"between 1 and {max_chars} characters long"
-                refuse(where, rule, f"{len(string)} characters")
+                refuse(where, rule, len(string))
         return tuple(strings)
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
@@ -108,7 +108,7 @@ class Fields:
         if not isinstance(value, list | tuple):
             refuse(name, "a list of token ids", value)
         if len(value) > max_count:
-            refuse(name, f"at most {max_count} token ids", f"{len(value)} ids")
+            refuse(name, f"at most {max_count} token ids", len(value))
         return as_token_ids(name, value, vocab_size)
 
 

@@ -109,7 +109,7 @@ def check_text(
 def check_size(param: str, text: str) -> None:
     """Bound what is tokenized for its own sake. Raises InvalidRequestError."""
     if len(text) > MAX_TEXT_CHARS:
-        refuse(param, f"at most {MAX_TEXT_CHARS} characters long", f"{len(text)} characters")
+        refuse(param, f"at most {MAX_TEXT_CHARS} characters long", len(text))
 
 
 def check_length(param: str, num_tokens: int, model: ServedModel) -> None:

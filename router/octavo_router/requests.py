@@ -197,7 +197,7 @@ def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple) or not value:
         refuse("messages", "a list of at least one message", value)
     if len(value) > MAX_MESSAGES:
-        refuse("messages", f"at most {MAX_MESSAGES} messages", f"{len(value)} messages")
+        refuse("messages", f"at most {MAX_MESSAGES} messages", len(value))
     for position, message in enumerate(value):
         if not isinstance(message, Mapping):
             refuse(f"messages[{position}]", "an object with role and content", message)
@@ -235,7 +235,7 @@ def parse_prompts(raw: Mapping[str, Any], rules: RequestRules) -> tuple[Prompt, 
     if not isinstance(value[0], str | list):
         return (_ids("prompt", value, rules.vocab_size),)
     if len(value) > MAX_PROMPTS:
-        refuse("prompt", f"at most {MAX_PROMPTS} prompts", f"{len(value)} prompts")
+        refuse("prompt", f"at most {MAX_PROMPTS} prompts", len(value))
     prompts: list[Prompt] = []
     for position, item in enumerate(value):
         name = f"prompt[{position}]"

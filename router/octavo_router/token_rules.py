@@ -70,7 +70,7 @@ def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...
     if not biases:
         return ()
     if len(biases) > MAX_BIASED_IDS:
-        refuse("logit_bias", f"of at most {MAX_BIASED_IDS} ids", f"{len(biases)} ids")
+        refuse("logit_bias", f"of at most {MAX_BIASED_IDS} ids", len(biases))
     return tuple(sorted(_bias(key, biases, vocab_size) for key in biases))
 
 

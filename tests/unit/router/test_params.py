@@ -52,6 +52,24 @@ def test_bad_values(field: str, value: Any) -> None:
     assert error.message.isascii()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("stop", "", "stop must be between 1 and 1024 characters long, got 0"),
+        ("stop", ["a", "x" * 1025], "stop[1] must be between 1 and 1024 characters long, got 1025"),
+        ("stop", ["a"] * 17, "stop must be at most 16 strings, got 17"),
+        ("stop_token_ids", [1] * 129, "stop_token_ids must be at most 128 token ids, got 129"),
+        ("seed", "7", 'seed must be an integer, got "7"'),
+    ],
+)
+def test_a_number_too_many_is_not_quoted_as_if_it_were_the_value(
+    field: str, value: Any, says: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_sampling({field: value}, DEFAULTS, VOCAB)
+    assert caught.value.message == says
+
+
 def test_there_are_enough_bad_values() -> None:
     assert len(BAD) >= 60
 
