@@ -5,7 +5,6 @@ Entry point: `measure_stack`.
 """
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from octavo.cli.bench_options import BenchOptions
 from octavo.cli.console import Console
 from octavo.cli.load_clients import Answers, Job, LoadClients, OnTokens, first_cause
 from octavo.cli.measurement import Run
+from octavo.cli.openai_url import api_key
 from octavo.cli.service_readings import read_services
 from octavo.cli.stack import Endpoints, Stack
 from octavo.cli.workloads import BenchRequest
@@ -107,7 +107,7 @@ class _Runs:
         sampling: dict[str, Any],
         on_tokens: OnTokens,
     ) -> Coroutine[Any, Any, Answers]:
-        job = Job(protocol, requests, sampling, os.environ.get("OCTAVO_API_KEY"))
+        job = Job(protocol, requests, sampling, api_key(None))
         return self._clients.run(self._doors, job, on_tokens)
 
 
