@@ -130,3 +130,19 @@ def test_a_head_that_waited_too_long_is_not_choosy() -> None:
     assert sim.members[1].state.rows.num_held == 1
     sim.run()
     sim.assert_all_free()
+
+
+def test_a_tenant_pays_for_what_its_answers_were_not_for_what_they_might_have_been() -> None:
+    sim = SimulatedCell(FakeSize(max_num_seqs=1))
+    prompt = prompt_of(20)
+    (first_token,) = expected_tokens(prompt, 1)
+    sim.submit(prompt, 200, ending_ids=[first_token], tenant="brief")
+    sim.run()
+    sim.submit(prompt, 40, tenant="talkative")
+    sim.run()
+    later = sim.submit(prompt_of(20, seed=1), 5, tenant="talkative")
+    sooner = sim.submit(prompt_of(20, seed=2), 5, tenant="brief")
+    while not sim.answer(sooner).started:
+        sim.step()
+    assert sim.answer(later).started is None
+    sim.run()

@@ -6,7 +6,7 @@ import pytest
 from octavo.cancel_reason import CancelReason
 from tests.fakes.fake_device import expected_tokens
 from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of
-from tests.unit.scheduler_svc.core_cases import crowd, finish_reason, finished, tiny_pool
+from tests.unit.scheduler_svc.core_cases import crowd, finish_reason, finished, settings, tiny_pool
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 9, 17])
@@ -32,6 +32,29 @@ def test_cancel_in_flight_leaves_neighbours_alone(after: int, delay: int) -> Non
             assert finished(sim, handle).num_tokens == len(text)
         else:
             assert text == expected_tokens(prompts[i], 40)
+    sim.assert_all_free()
+
+
+@pytest.mark.parametrize("then", ["results come", "the worker is lost"])
+def test_who_is_cancelled_after_a_preemption_does_not_come_back(then: str) -> None:
+    sim = SimulatedCell(tiny_pool(24), settings=settings(growth_reserve=0.0))
+    (member,) = sim.members
+    sim.links[member].delay = 2
+    prompts = [prompt_of(60, seed=i) for i in range(6)]
+    handles = [sim.submit(prompt, 150) for prompt in prompts]
+    while not member.state.num_returning:
+        sim.step()
+    (leaving,) = member.state.leaving.values()
+    cancelled = leaving.sequence.request.submission.handle
+    # Tokens are on their way to it.
+    sim.cell.cancel(SESSION, cancelled, None, CancelReason.CLIENT)
+    if then == "the worker is lost":
+        sim.attach(sim.kill(member))
+    sim.run()
+    for prompt, handle in zip(prompts, handles, strict=True):
+        text = sim.answer(handle).token_ids
+        assert text == expected_tokens(prompt, 150)[: len(text)]
+        assert finish_reason(sim, handle) == ("cancelled" if handle == cancelled else "length")
     sim.assert_all_free()
 
 

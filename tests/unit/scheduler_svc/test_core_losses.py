@@ -5,10 +5,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from octavo.cancel_reason import CancelReason
 from octavo_scheduler.recovery import Loss
 from octavo_scheduler.sequence import Resume
-from tests.fakes.fake_device import FakeDevice, expected_tokens, salt_of
-from tests.fakes.simulated_cell import SimulatedCell, prompt_of, sampling_of
+from tests.fakes.fake_device import FakeDevice, FakeSize, expected_tokens, salt_of
+from tests.fakes.simulated_cell import SESSION, SimulatedCell, prompt_of, sampling_of
 from tests.unit.scheduler_svc.core_cases import crowd, finish_reason, finished, settings, tiny_pool
 
 
@@ -158,6 +159,41 @@ def test_suspects_run_again_one_by_one() -> None:
         assert sim.answer(handle).token_ids == expected_tokens(prompt_of(30, seed=i), 20)
     assert sim.answer(fresh).token_ids == expected_tokens(prompt_of(30, seed=9), 20)
     sim.assert_all_free()
+
+
+def test_a_suspect_that_is_cancelled_keeps_nobody_waiting() -> None:
+    sim = SimulatedCell(FakeSize(max_num_batched_tokens=64))
+    suspect = sim.submit(prompt_of(400), 20)
+    sim.cell.pump()
+    sim.attach(sim.kill(sim.members[0]))
+    other = sim.submit(prompt_of(30, seed=1), 20)
+    sim.step()
+    # It runs again, alone, and has most of its prompt before it.
+    assert sim.members[1].state.rows.num_held == 1
+    sim.cell.cancel(SESSION, suspect, None, CancelReason.CLIENT)
+    sim.run()
+    assert sim.answer(other).token_ids == expected_tokens(prompt_of(30, seed=1), 20)
+    sim.assert_all_free()
+
+
+def test_a_suspect_does_not_begin_beside_a_prompt_under_way() -> None:
+    sim = SimulatedCell(FakeSize(max_num_batched_tokens=128))
+    first = sim.members[0]
+    sim.links[first].is_frozen = True
+    suspect = sim.submit(prompt_of(30), 20)
+    sim.cell.pump()
+    second = sim.attach(FakeDevice(FakeSize(max_num_batched_tokens=128)))
+    sim.submit(prompt_of(1500, seed=1), 20)
+    sim.step()
+    assert second.state.prefilling
+    sent = sim.links[second].sent
+    sim.kill(first)
+    while not sim.answer(suspect).finished:
+        sim.step()
+    ends = [any(chunk.is_last for chunk in plan.chunks) for plan in sent]
+    adds = [bool(plan.added_rows) for plan in sent]
+    assert adds.index(True, 1) > ends.index(True)
+    sim.run()
 
 
 def test_rows_in_steady_decode_are_no_suspects() -> None:

@@ -104,8 +104,9 @@ def test_one_that_cannot_grow_alone_ends_as_length() -> None:
 
 
 def test_no_row_is_added_in_a_step_that_preempted() -> None:
-    sim = SimulatedCell(tiny_pool())
+    sim = SimulatedCell(tiny_pool(), settings=settings(growth_reserve=0.0))
     link = sim.links[sim.members[0]]
+    link.delay = 2
     seen = [0.0]
     num_checked = [0]
     send = link.send
@@ -117,6 +118,8 @@ def test_no_row_is_added_in_a_step_that_preempted() -> None:
             assert plan.added_rows == ()
             assert plan.removed_rows
             num_checked[0] += 1
+        # Nor while who gave up its blocks is about to come back for them.
+        assert not (plan.added_rows and sim.cell.members.num_returning)
         seen[0] = preemptions
         send(plan)
 
