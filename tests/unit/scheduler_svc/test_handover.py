@@ -185,6 +185,29 @@ def test_what_was_lost_waits_for_the_lost_workers(
     run(test)
 
 
+def test_who_left_while_its_request_was_held_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "PATIENCE_S", 0.5)
+
+    async def test() -> None:
+        async with cells(2) as fleet, leader_client(fleet.workers[0].address, "lost") as lost:
+            steps = await lost.lead()
+            one = await fleet.start("one")
+            await until(lambda: fleet.workers[0].record() in one.registry.workers())
+            await until(lambda: len(one.cell.members) == 1)
+            stays, leaves = await fleet.session(one), await fleet.session(one)
+            await leaves.submit(prompt_of(40), 5000, lost_scheduler_id="lost")
+            # What it submits is read in order: the other one was, too.
+            await (await leaves.submit(prompt_of(40), 5)).over()
+            kept = await stays.submit(prompt_of(40), 5, lost_scheduler_id="lost")
+            await leaves.close()
+            await until(lambda: len(one.cell.book.outboxes) == 1)
+            await kept.over()
+            assert not one.cell.requests
+            steps.call.cancel()
+
+    run(test)
+
+
 def test_requests_leave_a_cell_whose_last_worker_died(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whoever refuses connections is not waited for.
     monkeypatch.setattr(handover, "_EMPTY_S", 1e9)
