@@ -59,6 +59,9 @@ class AnswerShape:
         self.has_token_ids = options.return_token_ids
         self.num_choices = generation.num_choices
         self.prompt_of = generation.prompt_of
+        self._num_prompts = len(generation.flights)
+        # The last prompt's: its choices follow one another, and they may be megabytes.
+        self._prompt_members: tuple[int, dict[str, Any]] = (-1, {})
         self.texts = TokenTexts(
             tokenizer,
             skip_special_tokens=options.skip_special_tokens,
@@ -72,6 +75,12 @@ class AnswerShape:
 
     def prompt_members(self, choice: int) -> dict[str, Any]:
         """What was asked for of a choice's prompt: its ids, its log-probabilities."""
+        prompt = choice * self._num_prompts // self.num_choices
+        if self._prompt_members[0] != prompt:
+            self._prompt_members = (prompt, self._members_of(choice))
+        return self._prompt_members[1]
+
+    def _members_of(self, choice: int) -> dict[str, Any]:
         members: dict[str, Any] = {}
         if self.has_token_ids:
             members["prompt_token_ids"] = self.prompt_of(choice).token_ids

@@ -1,18 +1,18 @@
 """/v1/chat/completions: its fields, its frames and its body.
 
 Must not know: schedulers, how bytes are sent. Entry points: `parse_chat`, `ChatFrames`,
-`chat_body`.
+`chat_choice`, `chat_prompt`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequestError
 from octavo.request_limits import MAX_ALTERNATIVES
 from octavo_router.answer_frames import AnswerFrames
-from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice, usage_body
+from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice
 from octavo_router.fields import MAX_INT32, Fields
-from octavo_router.generation import Delta, Usage
+from octavo_router.generation import Delta
 from octavo_router.logprobs import chat_logprobs
 from octavo_router.requests import RequestFields, RequestRules, parse_chat_prompt, parse_fields
 from octavo_router.sse import FrameTemplate, members
@@ -81,19 +81,13 @@ class ChatFrames(AnswerFrames):
         return {"content": content, "refusal": None}
 
 
-def chat_body(
-    head: AnswerHead, choices: Sequence[WholeChoice], usage: Usage, shape: AnswerShape
-) -> dict[str, Any]:
-    """The unstreamed answer."""
-    return {
-        **head.fields(),
-        "choices": [_choice(index, choice, shape) for index, choice in enumerate(choices)],
-        "usage": usage_body(usage),
-        **shape.prompt_members(0),
-    }
+def chat_prompt(shape: AnswerShape) -> dict[str, Any]:
+    """What the unstreamed answer says of the prompt, which all choices share."""
+    return shape.prompt_members(0)
 
 
-def _choice(index: int, choice: WholeChoice, shape: AnswerShape) -> dict[str, Any]:
+def chat_choice(index: int, choice: WholeChoice, shape: AnswerShape) -> dict[str, Any]:
+    """One of the unstreamed answer."""
     logprobs: dict[str, Any] | None = None
     if shape.num_logprobs is not None:
         content = chat_logprobs(shape.texts, choice.token_ids, choice.logprobs)

@@ -1,15 +1,15 @@
 """/v1/completions: its fields, its frames and its body.
 
 Must not know: schedulers, how bytes are sent. Entry points: `parse_completion`,
-`CompletionFrames`, `completion_body`.
+`CompletionFrames`, `completion_choice`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from octavo_router.answer_frames import AnswerFrames
-from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice, usage_body
-from octavo_router.generation import Delta, PromptPart, Usage
+from octavo_router.answers import AnswerHead, AnswerShape, WholeChoice
+from octavo_router.generation import Delta, PromptPart
 from octavo_router.logprobs import CompletionLogprobs
 from octavo_router.requests import RequestFields, RequestRules, parse_fields, parse_prompts
 from octavo_router.sse import FrameTemplate, dumps, members
@@ -78,18 +78,8 @@ def _append(columns: Columns, more: Columns) -> None:
         columns.setdefault(name, []).extend(values)
 
 
-def completion_body(
-    head: AnswerHead, choices: Sequence[WholeChoice], usage: Usage, shape: AnswerShape
-) -> dict[str, Any]:
-    """The unstreamed answer."""
-    return {
-        **head.fields(),
-        "choices": [_choice(index, choice, shape) for index, choice in enumerate(choices)],
-        "usage": usage_body(usage),
-    }
-
-
-def _choice(index: int, choice: WholeChoice, shape: AnswerShape) -> dict[str, Any]:
+def completion_choice(index: int, choice: WholeChoice, shape: AnswerShape) -> dict[str, Any]:
+    """One of the unstreamed answer."""
     renderer = CompletionLogprobs(shape.texts)
     text, logprobs = "", None
     if shape.has_echo:

@@ -14,23 +14,23 @@ from starlette.types import Receive
 
 from octavo.errors import InvalidRequestError
 from octavo_router.answers import (
-    AnswerHead,
     AnswerShape,
     ContinuousUsage,
     WholeChoice,
     collect,
     new_head,
+    usage_body,
 )
-from octavo_router.chat import ChatFrames, chat_body, parse_chat
+from octavo_router.chat import ChatFrames, chat_choice, chat_prompt, parse_chat
 from octavo_router.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionFrames,
-    completion_body,
+    completion_choice,
     parse_completion,
 )
 from octavo_router.edge import QUOTA_HEADERS
 from octavo_router.fields import Fields, refuse
-from octavo_router.generation import Generation, Usage
+from octavo_router.generation import Generation
 from octavo_router.http_body import read_object
 from octavo_router.outcomes import RequestRecord
 from octavo_router.request_trace import begin_trace
@@ -43,7 +43,7 @@ from octavo_router.requests import (
     clean_request_id,
 )
 from octavo_router.service import MAX_MODEL_NAME_CHARS, Service
-from octavo_router.sse import EventStream, Frames, cancel_on_disconnect, dumps
+from octavo_router.sse import EventStream, Frames, cancel_on_disconnect, dumps, members
 
 # A stream's headers go out once it has a row, so that a refusal becomes an HTTP status until then:
 # so long at most, and a client that waits longer is shown a sign of life, then and every 15 s.
@@ -64,7 +64,9 @@ class _Kind:
     default_max_tokens: int | None
     parse: Callable[[dict[str, Any], RequestRules], RequestFields]
     frames: type[ChatFrames] | type[CompletionFrames]
-    body: Callable[[AnswerHead, Sequence[WholeChoice], Usage, AnswerShape], dict[str, Any]]
+    choice: Callable[[int, WholeChoice, AnswerShape], dict[str, Any]]
+    # What an unstreamed answer says of its prompt beside the choices.
+    prompt: Callable[[AnswerShape], dict[str, Any]]
 
 
 _CHAT = _Kind(
@@ -75,7 +77,8 @@ _CHAT = _Kind(
     None,
     parse_chat,
     ChatFrames,
-    chat_body,
+    chat_choice,
+    chat_prompt,
 )
 _COMPLETIONS = _Kind(
     Endpoint.COMPLETIONS,
@@ -85,7 +88,8 @@ _COMPLETIONS = _Kind(
     DEFAULT_MAX_TOKENS,
     parse_completion,
     CompletionFrames,
-    completion_body,
+    completion_choice,
+    lambda _: {},
 )
 
 
@@ -136,7 +140,7 @@ async def _answer(service: Service, request: Request, kind: _Kind) -> Response:
             generation.close()
             raise
         choices = await collect(generation, request.receive)
-        return _whole(choices, generation, kind, call, service)
+        return await _whole(choices, generation, kind, call, service)
 
 
 async def _wait_admitted(generation: Generation, receive: Receive) -> None:
@@ -220,7 +224,7 @@ def _stream(generation: Generation, kind: _Kind, call: _Call, service: Service) 
     return EventStream(generation, frames)
 
 
-def _whole(
+async def _whole(
     choices: Sequence[WholeChoice],
     generation: Generation,
     kind: _Kind,
@@ -229,5 +233,13 @@ def _whole(
 ) -> Response:
     head = new_head(kind.id_prefix, kind.body_object, call.model_name)
     shape = AnswerShape(call.request.fields, generation, service.pipeline.tokenizer)
-    body = kind.body(head, choices, generation.usage(), shape)
-    return Response(dumps(body), media_type="application/json")
+    rendered: list[str] = []
+    for index, choice in enumerate(choices):
+        if index:
+            # One may hold megabytes of log-probabilities: others get the event loop in between.
+            await asyncio.sleep(0)
+        rendered.append(dumps(kind.choice(index, choice, shape)))
+    usage = {"usage": usage_body(generation.usage())}
+    rest = members({**usage, **kind.prompt(shape)})
+    body = f'{dumps(head.fields())[:-1]},"choices":[{",".join(rendered)}]{rest}}}'
+    return Response(body, media_type="application/json")

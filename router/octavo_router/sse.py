@@ -23,6 +23,7 @@ from octavo_router.generation import Delta, Generation, Usage
 log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 MAX_STALL_S = 60.0
+LARGE_FRAME_BYTES = 64 << 10
 # Key of the ASGI scope under which the outermost layer keeps the server's own `send`.
 SERVER_SEND = "octavo.server_send"
 DONE = b"data: [DONE]\n\n"
@@ -156,6 +157,9 @@ class EventStream(Response):
                 for delta in deltas:
                     for frame in frames.delta(delta):
                         await _write(send, frame, pulse)
+                        if len(frame) > LARGE_FRAME_BYTES:
+                            # It took long to make, and the next may too: others come first.
+                            await asyncio.sleep(0)
                 if not deltas and pulse.is_due():
                     await _write(send, KEEP_ALIVE, pulse)
             for frame in frames.end(generation.usage()):

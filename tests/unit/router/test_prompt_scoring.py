@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from octavo.v1 import common_pb2, inference_pb2
+from octavo_router import sse
 from tests.fakes.byte_tokenizer import EOS
 from tests.fakes.fake_scheduler import FakeScheduler, Plan
 from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router, until
@@ -311,3 +312,48 @@ def test_over_grpc_the_prompt_comes_once_per_choice() -> None:
         assert len(messages[0].prompt.logprobs) == 2
 
     run(fake, check)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"echo": True, "logprobs": 2}, {"prompt_logprobs": 2}, {"logprobs": 2, "stream": True}],
+    ids=["echo", "prompt_logprobs", "stream"],
+)
+def test_others_get_the_event_loop_between_large_choices(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """All choices in one go would hold every stream and probe up for seconds."""
+    # Frames of this answer are small ones.
+    monkeypatch.setattr(sse, "LARGE_FRAME_BYTES", 100)
+
+    async def check(router: RunningRouter) -> None:
+        tokenizer: Any = router.service.pipeline.tokenizer
+        token_bytes = tokenizer.token_bytes
+        num_turns = 0
+        seen: set[int] = set()
+
+        def noting(token_id: int) -> bytes:
+            seen.add(num_turns)
+            return token_bytes(token_id)
+
+        async def count_turns() -> NoReturn:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(tokenizer, "token_bytes", noting)
+        counting = asyncio.create_task(count_turns())
+        body = {"prompt": ["x" * 50, "y" * 50], "n": 4, "max_tokens": 2, **options}
+        answer = await router.http.post(TEXT, json=body)
+        counting.cancel()
+        assert answer.status_code == 200
+        # Two prompts are rendered once each, whatever shares them; echoes and answers by choice.
+        assert len(seen) >= (2 if "prompt_logprobs" in options else 8)
+        if "prompt_logprobs" in options:
+            choices = answer.json()["choices"]
+            first, second = choices[0]["prompt_logprobs"], choices[4]["prompt_logprobs"]
+            assert first != second
+            assert [c["prompt_logprobs"] for c in choices] == [first] * 4 + [second] * 4
+
+    run(byte_scheduler(), check)
