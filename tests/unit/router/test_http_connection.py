@@ -300,6 +300,19 @@ def test_who_asks_before_sending_a_body(version: str, is_told: bool) -> None:
     run(check)
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_closes_its_sending_side_has_left(is_stream: bool) -> None:
+    async def check(router: RunningRouter, fake: Any, dial: Dial) -> None:
+        connection = await dial()
+        await connection.say(request({**BODY, "max_tokens": 900, "stream": is_stream}))
+        await until(lambda: len(fake.submits) == 1)
+        connection.writer.write_eof()
+        await until(lambda: len(fake.cancels) == 1)
+        assert b"[DONE]" not in await connection.ended()
+
+    run(check, byte_scheduler(interval_s=0.01))
+
+
 def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     # The client that waits for the router to be ready holds none.
     monkeypatch.setattr(wiring, "raise_file_limit", lambda: 10)
