@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from octavo.serving import open_channel
 from octavo.v1 import inference_pb2_grpc
@@ -205,14 +206,14 @@ def test_what_is_rejected_because_too_much_waits(stack: Stack) -> None:
     growth.check_sums(len(messages), num_sequences=int(num_answered + outcomes["rejected"]))
 
 
-def test_what_fails(stack: Stack) -> None:
-    # The only allowed id ends the sequence, which it may not yet do: no token is left to draw.
+def test_what_fails(stack: Stack, tiny_folder: Path) -> None:
+    # The prompt ends with a Q, another is the only token allowed, and QQ is not: none is left.
+    (letter,) = Tokenizer.from_file(str(tiny_folder / "tokenizer.json")).encode("Q").ids
     barred = request(
-        prompt_of(20, seed=4),
+        [*prompt_of(19, seed=4), letter],
         max_tokens=9,
-        allowed_token_ids=[50],
-        stop_token_ids=[50],
-        min_tokens=5,
+        allowed_token_ids=[letter],
+        bad_words=["QQ"],
         ignore_eos=True,
     )
     with Growth(stack) as growth, pytest.raises(grpc.aio.AioRpcError) as caught:

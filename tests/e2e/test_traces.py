@@ -218,11 +218,15 @@ def test_a_request_that_the_router_refuses(stack: Stack, receiver: OtlpReceiver)
         assert request.status == UNSET
 
 
-def test_a_request_that_fails_on_the_worker(stack: Stack, receiver: OtlpReceiver) -> None:
+def test_a_request_that_fails_on_the_worker(
+    stack: Stack, receiver: OtlpReceiver, tiny_folder: Path
+) -> None:
     """Its rules bar every token: the row fails, and every span that waited for it."""
     trace_id, headers = new_trace()
-    body = {**CHAT_BODY, "allowed_token_ids": [7], "logit_bias": {"7": -100}, "min_tokens": 2}
-    body |= {"stop_token_ids": [7]}
+    # The template ends with a new line, behind which the only token allowed makes a bad word.
+    newline, letter = Tokenizer.from_file(str(tiny_folder / "tokenizer.json")).encode("\nz").ids
+    assert newline != letter
+    body = {**CHAT_BODY, "allowed_token_ids": [letter], "bad_words": ["\nz"]}
     answer = post(stack, CHAT, body, headers)
     assert answer.status_code == 500
     trace = receiver.wait_trace(trace_id, *SPANS)
