@@ -8,7 +8,7 @@ columns. Token order: the tokens of all chunks first, then one token for each de
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -24,7 +24,7 @@ class StepInputs:
     # The first `num_prefill_tokens` tokens: chunk c is [cu_seqlens_q[c], cu_seqlens_q[c + 1]).
     # What lies behind the last chunk is padding (slot -1), as are empty chunks.
     num_prefill_tokens: int
-    cu_seqlens_q: torch.Tensor  # int32 [C + 1]
+    cu_seqlens_q: torch.Tensor  # int32 [C + 1]; without chunks it may be empty
     prefill_context_lens: torch.Tensor  # int32 [C]; history plus chunk
     prefill_block_table: torch.Tensor  # int32 [C, M]
     max_seqlen_q: int
@@ -40,6 +40,33 @@ class StepInputs:
 
     # None: the hidden states of all tokens are read.
     readout: "Readout | None" = None
+
+    @classmethod
+    def of_rows(
+        cls,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        max_context: int,
+    ) -> Self:
+        """A step that only decodes."""
+        nothing = context_lens[:0]
+        return cls(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            num_prefill_tokens=0,
+            cu_seqlens_q=nothing,
+            prefill_context_lens=nothing,
+            prefill_block_table=nothing.view(0, 0),
+            max_seqlen_q=0,
+            max_context_prefill=0,
+            decode_context_lens=context_lens,
+            decode_block_table=block_table,
+            max_context_decode=max_context,
+        )
 
     @property
     def num_decode_rows(self) -> int:

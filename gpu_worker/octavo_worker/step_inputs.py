@@ -92,19 +92,13 @@ def _readout(
     context_lens = torch.cat([chunk_lens, inputs.decode_context_lens])
     longest = max(inputs.max_context_prefill, inputs.max_context_decode)
     entry_rows = torch.cat([sent.entry_rows[last], sent.decode_rows])
-    as_decode = StepInputs(
-        input_ids=inputs.input_ids[:0],
-        positions=inputs.positions[:0],
-        slot_mapping=torch.where(context_lens > 0, inputs.slot_mapping[tokens], -1),
-        num_prefill_tokens=0,
-        cu_seqlens_q=inputs.cu_seqlens_q[:1],
-        prefill_context_lens=inputs.prefill_context_lens[:0],
-        prefill_block_table=inputs.prefill_block_table[:0],
-        max_seqlen_q=0,
-        max_context_prefill=0,
-        decode_context_lens=context_lens,
-        decode_block_table=rows.block_table[entry_rows, : -(-longest // block_size)],
-        max_context_decode=longest,
+    as_decode = StepInputs.of_rows(
+        inputs.input_ids[:0],
+        inputs.positions[:0],
+        torch.where(context_lens > 0, inputs.slot_mapping[tokens], -1),
+        context_lens,
+        rows.block_table[entry_rows, : -(-longest // block_size)],
+        longest,
     )
     return Readout(tokens, as_decode)
 
@@ -115,20 +109,13 @@ def decode_step_inputs(decode_rows: torch.Tensor, rows: RowTensors, block_size: 
     The block table has all its columns, since how many are needed is known to the host alone.
     """
     ids, positions, slots = _decode_tokens(decode_rows, rows, block_size)
-    nothing = torch.zeros(0, dtype=torch.int32, device=rows.device)
-    return StepInputs(
-        input_ids=ids,
-        positions=positions,
-        slot_mapping=slots,
-        num_prefill_tokens=0,
-        cu_seqlens_q=torch.zeros(1, dtype=torch.int32, device=rows.device),
-        prefill_context_lens=nothing,
-        prefill_block_table=nothing.view(0, 0),
-        max_seqlen_q=0,
-        max_context_prefill=0,
-        decode_context_lens=_decode_context_lens(decode_rows, rows),
-        decode_block_table=rows.block_table[decode_rows],
-        max_context_decode=rows.block_table.shape[1] * block_size,
+    return StepInputs.of_rows(
+        ids,
+        positions,
+        slots,
+        _decode_context_lens(decode_rows, rows),
+        rows.block_table[decode_rows],
+        rows.block_table.shape[1] * block_size,
     )
 
 

@@ -271,18 +271,11 @@ def rows_of(held: RowTensors) -> step_rows.Rows:
 
 
 def _inputs_of(begun: step_rows.Begun) -> StepInputs:
-    nothing = begun.context_lens[:0]
-    return StepInputs(
-        input_ids=begun.input_ids,
-        positions=begun.positions,
-        slot_mapping=begun.slots,
-        num_prefill_tokens=0,
-        cu_seqlens_q=nothing,
-        prefill_context_lens=nothing,
-        prefill_block_table=nothing.view(0, 0),
-        max_seqlen_q=0,
-        max_context_prefill=0,
-        decode_context_lens=begun.context_lens,
-        decode_block_table=begun.block_table,
-        max_context_decode=begun.block_table.shape[1],
+    return StepInputs.of_rows(
+        begun.input_ids,
+        begun.positions,
+        begun.slots,
+        begun.context_lens,
+        begun.block_table,
+        begun.block_table.shape[1],
     )

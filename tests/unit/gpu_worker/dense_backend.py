@@ -284,19 +284,13 @@ class PagedRun:
         ).long()
         context_lens = torch.cat([inputs.prefill_context_lens, inputs.decode_context_lens])
         longest = max(inputs.max_context_prefill, inputs.max_context_decode)
-        read = StepInputs(
-            input_ids=inputs.input_ids[:0],
-            positions=inputs.positions[:0],
-            slot_mapping=inputs.slot_mapping[tokens],
-            num_prefill_tokens=0,
-            cu_seqlens_q=inputs.cu_seqlens_q[:1],
-            prefill_context_lens=inputs.prefill_context_lens[:0],
-            prefill_block_table=inputs.prefill_block_table[:0],
-            max_seqlen_q=0,
-            max_context_prefill=0,
-            decode_context_lens=context_lens,
-            decode_block_table=self._table([*chunks, *rows]),
-            max_context_decode=longest,
+        read = StepInputs.of_rows(
+            inputs.input_ids[:0],
+            inputs.positions[:0],
+            inputs.slot_mapping[tokens],
+            context_lens,
+            self._table([*chunks, *rows]),
+            longest,
         )
         inputs = replace(inputs, readout=Readout(tokens, read))
         stored = [(k.clone(), v.clone()) for k, v in self.kv_caches]
