@@ -12,14 +12,13 @@ import json
 import os
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console as RichConsole
 
 from octavo.cli.ablation_tables import gains_table, runs_table
 from octavo.cli.checkout import load_from_checkout
-from octavo.cli.measurement import commit, gpu_name, package_version
+from octavo.cli.measurement import append_record, commit, gpu_name, package_version
 from octavo.cli.model_shapes import ensure_shape_folder
 from octavo.cli.workloads import load_shapes
 from octavo.errors import ConfigurationError
@@ -82,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         """What a command keeps that is cut short."""
         screen.print(f"{workload:>7} · {result.twin.name}: {result.time_s:.2f} s")
         run = record_of("ablation run", experiment.summary(workload, result))
-        _append(arguments.record, json.dumps(run))
+        append_record(arguments.record, json.dumps(run))
 
     findings = experiment.run(size, worker, _scheduler_settings(arguments), on_result)
     record = record_of("ablation", findings)
@@ -90,14 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     screen.print(gains_table(record))
     line = json.dumps(record)
     print(line, flush=True)
-    _append(arguments.record, line)
+    append_record(arguments.record, line)
     return 0
-
-
-def _append(path: str | None, line: str) -> None:
-    if path:
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

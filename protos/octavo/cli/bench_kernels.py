@@ -9,13 +9,12 @@ import argparse
 import importlib
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from octavo.cli.measurement import commit, gpu_name, package_version
+from octavo.cli.measurement import append_record, commit, gpu_name, package_version
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,9 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         for layer, ways in linear.fastest_ways(results, with_copies=with_copies).items():
             best = ", ".join(f"{num_rows}: {way}" for num_rows, way in ways.items())
             screen.print(f"fastest way of 4-bit {layer}{held} by rows: {best}")
-    if arguments.record:
-        with Path(arguments.record).open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+    append_record(arguments.record, *lines)
     return 0
 
 

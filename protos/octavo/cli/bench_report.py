@@ -15,7 +15,7 @@ from octavo.cli.bench_options import BenchOptions
 from octavo.cli.bench_profile import add_clients, report
 from octavo.cli.bench_table import HEAD, one_table, row_of
 from octavo.cli.limits import knows_weights, limit_s, quant_method
-from octavo.cli.measurement import make_record, package_version
+from octavo.cli.measurement import append_record, make_record, package_version
 
 
 class BenchReport:
@@ -40,9 +40,7 @@ class BenchReport:
         elif name in self._bare_s:
             record["split_ratio"] = round(self._bare_s[name] / run.wall_s, 4)
         line = json.dumps(record)
-        if options.record is not None:
-            with options.record.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        append_record(options.record, line)
         if not sys.stdout.isatty():
             # On a terminal the table says it all.
             print(line, flush=True)

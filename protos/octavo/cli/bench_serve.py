@@ -18,6 +18,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from octavo.cli.chat_client import ChatClient
 from octavo.cli.event_loop import loop_factory
+from octavo.cli.measurement import append_record
 from octavo.cli.openai_url import api_base, api_key
 from octavo.cli.serve_charts import histogram
 from octavo.cli.serve_client import Outcome, Server, send
@@ -78,9 +79,7 @@ class _Bench:
             # On a terminal the table says it all.
             if not sys.stdout.isatty():
                 print(json.dumps(record), flush=True)
-            if options.record is not None:
-                with options.record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+            append_record(options.record, json.dumps(record))
         self._show(records, results)
         return int(any(record["errors"] for record in records))
 

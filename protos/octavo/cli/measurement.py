@@ -1,6 +1,7 @@
 """What a benchmark measured: times of requests, and the record that is kept of a run.
 
-Must not know: how requests were sent. Entry points: `RequestTiming`, `make_record`.
+Must not know: how requests were sent. Entry points: `RequestTiming`, `make_record`,
+`append_record`.
 """
 
 import os
@@ -103,6 +104,13 @@ def make_record(run: Run, facts: dict[str, Any], limit_s: float | None) -> dict[
         **({"cores": dict(run.cores)} if run.cores else {}),
         "limit_fraction": None if limit_s is None else round(limit_s / wall_s, 4),
     }
+
+
+def append_record(path: str | Path | None, *lines: str) -> None:
+    """Append JSON lines to the file of records, if one is wanted."""
+    if path:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 def commit() -> str:

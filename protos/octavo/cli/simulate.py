@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from octavo.cli.checkout import load_from_checkout
-from octavo.cli.measurement import commit
+from octavo.cli.measurement import append_record, commit
 from octavo.cli.serve_plots import check_matplotlib
 from octavo.cli.simulate_report import flood_table, runs_table, write_plots
 from octavo.errors import ConfigurationError
@@ -59,9 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             screen.print(f"wrote {path}")
     line = json.dumps(record)
     print(line, flush=True)
-    if arguments.record:
-        with Path(arguments.record).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    append_record(arguments.record, line)
     return 0
 
 
