@@ -5,14 +5,13 @@ Here every place of a block is a lane with a softmax of its own: values are used
 loaded them, and no tile waits for another's maximum. The lanes are joined at the end.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
 from octavo_kernels.launch import offset64
+from octavo_kernels.paged_kv import LOG2_E, bounded
 
-_LOG2_E = tl.constexpr(math.log2(math.e))
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -73,9 +72,8 @@ def _attend_block(
     """(lane_max, lane_sum, lanes) after one more block."""
     score = tl.sum(k.to(tl.float32) * q[None, :], axis=1)
     if SOFT_CAP > 0:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite.
-        tanh = 1.0 - 2.0 / (tl.exp2(score * (scale_log2 * (2.0 / SOFT_CAP))) + 1.0)
-        score, scale_log2 = tanh, SOFT_CAP * _LOG2_E
+        score = bounded(score, scale_log2, SOFT_CAP)
+        scale_log2 = SOFT_CAP * _LOG2_E
     score = tl.where(visible, score * scale_log2, float("-inf"))
     new_max = tl.maximum(lane_max, score)
     # A lane that saw nothing yet: its weights are exp(-inf - 0) = 0, not exp(-inf + inf).

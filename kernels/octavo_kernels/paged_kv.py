@@ -103,6 +103,13 @@ def dot_query(query):
 
 
 @triton.jit
+def bounded(score, scale_log2, SOFT_CAP: tl.constexpr):
+    """tanh(score * scale / SOFT_CAP): scores that SOFT_CAP scales."""
+    # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite.
+    return 1.0 - 2.0 / (tl.exp2(score * (scale_log2 * (2.0 / SOFT_CAP))) + 1.0)
+
+
+@triton.jit
 def attend_tile(
     q,  # [ROWS, D_PAD]
     k,  # [TILE, D_PAD]
@@ -126,9 +133,8 @@ def attend_tile(
     # "ieee": for float32 the default would be TF32; other dtypes don't mind.
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFT_CAP > 0:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite.
-        tanh = 1.0 - 2.0 / (tl.exp2(score * (scale_log2 * (2.0 / SOFT_CAP))) + 1.0)
-        score, scale_log2 = tanh, SOFT_CAP * _LOG2_E
+        score = bounded(score, scale_log2, SOFT_CAP)
+        scale_log2 = SOFT_CAP * _LOG2_E
     if not IS_FULL:
         score = tl.where(visible, score, float("-inf"))
     # Scaled after the maximum was taken: scale and difference below are one multiply-add.
