@@ -16,7 +16,7 @@ from octavo_scheduler import handover, takeover
 from octavo_scheduler.service import SchedulerProcess
 from tests.fakes.fake_device import expected_tokens
 from tests.fakes.fake_worker import FakeWorker
-from tests.fakes.leader_client import leader_client
+from tests.fakes.leader_client import LeaderClient, Steps, leader_client
 from tests.fakes.simulated_cell import prompt_of
 from tests.unit.scheduler_svc.running_scheduler import (
     Flight,
@@ -151,6 +151,16 @@ def test_another_scheduler_goes_on_with_the_caches(how: str) -> None:
     run(test)
 
 
+async def start_beside(lost: LeaderClient, fleet: Cells) -> tuple[SchedulerProcess, Steps]:
+    """A scheduler with one of two workers; the other is led by one that a router lost, and that
+    lives: by `lost`, on these steps."""
+    steps = await lost.lead()
+    one = await fleet.start("one")
+    await until(lambda: fleet.workers[0].record() in one.registry.workers())
+    await until(lambda: len(one.cell.members) == 1)
+    return one, steps
+
+
 @pytest.mark.parametrize("ends", ["the worker comes", "patience ends"])
 def test_what_was_lost_waits_for_the_lost_workers(
     ends: str, monkeypatch: pytest.MonkeyPatch
@@ -159,11 +169,7 @@ def test_what_was_lost_waits_for_the_lost_workers(
 
     async def test() -> None:
         async with cells(2) as fleet, leader_client(fleet.workers[0].address, "lost") as lost:
-            # Led by a scheduler that a router lost, and that lives.
-            steps = await lost.lead()
-            one = await fleet.start("one")
-            await until(lambda: fleet.workers[0].record() in one.registry.workers())
-            await until(lambda: len(one.cell.members) == 1)
+            one, steps = await start_beside(lost, fleet)
             router = await fleet.session(one)
             prompt = prompt_of(40)
             kept = await router.submit(prompt, 20, lost_scheduler_id="lost")
@@ -190,10 +196,7 @@ def test_who_left_while_its_request_was_held_is_not_served(monkeypatch: pytest.M
 
     async def test() -> None:
         async with cells(2) as fleet, leader_client(fleet.workers[0].address, "lost") as lost:
-            steps = await lost.lead()
-            one = await fleet.start("one")
-            await until(lambda: fleet.workers[0].record() in one.registry.workers())
-            await until(lambda: len(one.cell.members) == 1)
+            one, steps = await start_beside(lost, fleet)
             stays, leaves = await fleet.session(one), await fleet.session(one)
             await leaves.submit(prompt_of(40), 5000, lost_scheduler_id="lost")
             # What it submits is read in order: the other one was, too.
