@@ -13,6 +13,8 @@ the last of them to arrive merges in fixed order. A row with context 0 (dead) ge
 window is a matter of the list alone.
 """
 
+from typing import NamedTuple, Self
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo_kernels.decode_work import WorkList, decode_work_list
 from octavo_kernels.launch import Launch, next_power_of_2, offset64
 from octavo_kernels.lone_query import attend_context
+from octavo_kernels.merge_parts import merge_parts
 from octavo_kernels.paged_kv import (
     LOG2_E,
     KvScales,
@@ -66,6 +69,8 @@ def _paged_decode_kernel(
     SOFT_CAP: tl.constexpr,  # 0 = none
     IS_SCALED: tl.constexpr,
     IS_ALONE: tl.constexpr,  # G = 1, without tensor cores
+    IS_MASKED: tl.constexpr,  # one loop for full tiles and the last
+    GROUP: tl.constexpr,  # G padded
     PDL: tl.constexpr,
 ):
     item = tl.program_id(0)
@@ -109,17 +114,19 @@ def _paged_decode_kernel(
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D_PAD], tl.float32)
-        full_end = start + (end - start) // TILE * TILE
-        for tile in range(start, full_end, TILE):
-            token = tile + tl.arange(0, TILE)
-            k, v = load_kv(
-                k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, True
-            )
-            row_max, row_sum, acc = attend_tile(
-                query, k, v, True, row_max, row_sum, acc, scale_log2, True, SOFT_CAP, False
-            )
-        # At most one tile. A loop rather than an `if`: its loads are pipelined too, and the dots
-        # keep the first loop's registers (float32 would spill otherwise).
+        full_end = start
+        if not IS_MASKED:
+            full_end += (end - start) // TILE * TILE
+            for tile in range(start, full_end, TILE):
+                token = tile + tl.arange(0, TILE)
+                k, v = load_kv(
+                    k_cache, v_cache, table, token, end, kv_head, stride_block, B, D, D_PAD, True
+                )
+                row_max, row_sum, acc = attend_tile(
+                    query, k, v, True, row_max, row_sum, acc, scale_log2, True, SOFT_CAP, False
+                )
+        # At most one tile, if full ones had their loop. A loop rather than an `if`: its loads are
+        # pipelined too, and the dots keep the first loop's registers (float32 would spill).
         for tile in range(full_end, end, TILE):
             token = tile + tl.arange(0, TILE)
             k, v = load_kv(
@@ -146,45 +153,53 @@ def _paged_decode_kernel(
     if ticket < last - first - 1:
         return
     tl.store(tickets + row * K + kv_head, 0)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    for step in tl.range(first, last, num_stages=3):
-        part = item * 0 + step  # a tensor in the interpreter, too
-        lse = tl.load(
-            partial_lse + part * (K * G) + head, mask=group < G, other=0.0, cache_modifier=".cg"
-        )
-        value = tl.load(
-            partial_out + offset64(part, K * G * D) + head_offset,
-            mask=mask,
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_max = tl.maximum(row_max, lse)
-        decay = tl.exp2(row_max - new_max)
-        weight = tl.exp2(lse - new_max)
-        row_sum = row_sum * decay + weight
-        acc = acc * decay[:, None] + weight[:, None] * value
-        row_max = new_max
-    tl.store(target, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=mask)
+    merge_parts(
+        *(out + offset64(row, K * G * D), partial_out, partial_lse, first, last, kv_head * G),
+        *(K * G, G, D, D_PAD, GROUP),
+    )
 
 
-def _tile(
-    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim_padded: int, group_size: int
-) -> tuple[int, int, int]:
-    """(TILE, num_stages, num_warps), as measured on an H200 at 400 to 8,192 tokens, 1 to 256 rows.
+class _Programs(NamedTuple):
+    """How attention runs on one shape of heads, as measured on an H200 at 400 to 8,192 tokens, 1 to
+    256 rows.
 
-    Block table -> key is a chain of two loads, so about half the stages buffer keys. float32 uses
-    no tensor cores: its products live in registers.
+    Block table -> key is a chain of two loads, so about half the stages buffer keys.
     """
-    num_warps = 4 if group_size <= 64 else 8
-    if dtype == torch.float32:
-        return 16, 2, num_warps
-    if head_dim_padded > 128:
-        return 32, 5, num_warps
-    if cache_dtype.itemsize == 1:
-        return 64, 5, num_warps
-    return (128, 3, num_warps) if group_size > 1 else (32, 7, num_warps)
+
+    tile: int
+    num_stages: int
+    num_warps: int
+    per_sm: int  # at once
+    is_masked: bool = False
+
+    @property
+    def min_chunk(self) -> int:
+        return max(64, self.tile)
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, num_heads: int, k_cache: Tensor) -> Self:
+        _, num_kv_heads, block_size, head_dim = k_cache.shape
+        group_size = num_heads // num_kv_heads
+        head_dim_padded = next_power_of_2(head_dim)
+        num_warps = 4 if group_size <= 64 else 8
+        if _is_alone(group_size, k_cache):
+            # A tile is a block, and so many threads that each takes 16 bytes of its keys.
+            num_warps = min(8, max(1, block_size * head_dim_padded // (16 * 32)))
+            return cls(block_size, 1, num_warps, per_sm=8)
+        if dtype == torch.float32:
+            # Without tensor cores: products live in registers.
+            return cls(16, 2, num_warps, per_sm=3)
+        if head_dim_padded > 128:
+            return cls(32, 5, num_warps, per_sm=3)
+        if k_cache.dtype.itemsize == 1:
+            return cls(64, 5, num_warps, per_sm=3)
+        if group_size == 1:
+            return cls(32, 7, num_warps, per_sm=4, is_masked=True)
+        return cls(128, 3, num_warps, per_sm=3)
+
+
+def _is_alone(group_size: int, k_cache: Tensor) -> bool:
+    return group_size == 1 and k_cache.dtype.itemsize == 1
 
 
 def paged_decode_launch(
@@ -205,14 +220,9 @@ def paged_decode_launch(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = k_cache.shape[1:3]
     group_size = num_heads // num_kv_heads
-    head_dim_padded = next_power_of_2(head_dim)
-    is_alone = group_size == 1 and k_cache.dtype.itemsize == 1
+    is_alone = _is_alone(group_size, k_cache)
     rows = 1 if is_alone else max(_MIN_ROWS, next_power_of_2(group_size))
-    tile, num_stages, num_warps = _tile(q.dtype, k_cache.dtype, head_dim_padded, group_size)
-    if is_alone:
-        # A tile is a block, and so many threads that each takes 16 bytes of its keys.
-        tile, num_stages = block_size, 1
-        num_warps = min(8, max(1, block_size * head_dim_padded // (16 * 32)))
+    programs = _Programs.of(q.dtype, num_heads, k_cache)
     return Launch(
         kernel=_paged_decode_kernel,
         grid=(work.items.shape[0], num_kv_heads),
@@ -227,17 +237,39 @@ def paged_decode_launch(
             "G": group_size,
             "D": head_dim,
             "B": block_size,
-            "D_PAD": head_dim_padded,
+            "D_PAD": next_power_of_2(head_dim),
             "ROWS": rows,
-            "TILE": tile,
+            "TILE": programs.tile,
             "SOFT_CAP": soft_cap or 0.0,
             "IS_SCALED": kv_scales is not None,
             "IS_ALONE": is_alone,
+            "IS_MASKED": programs.is_masked,
+            "GROUP": next_power_of_2(group_size),
             "PDL": pdl,
         },
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=programs.num_warps,
+        num_stages=programs.num_stages,
         pdl=pdl,
+    )
+
+
+def work_of_step(
+    context_lens: Tensor,
+    num_heads: int,
+    dtype: torch.dtype,
+    k_cache: Tensor,
+    *,
+    window: int | None = None,
+) -> WorkList:
+    """How a step's contexts (int32 [S]) are cut for `num_heads` queries of `dtype` over caches like
+    `k_cache`: one list for all layers of these heads and this window."""
+    programs = _Programs.of(dtype, num_heads, k_cache)
+    return decode_work_list(
+        context_lens,
+        k_cache.shape[1],
+        per_sm=programs.per_sm,
+        min_chunk=programs.min_chunk,
+        window=window,
     )
 
 
@@ -261,7 +293,7 @@ def paged_decode(
     to a row's context only. context_lens: int32 [S], the new token included.
     window: keys that a query sees, itself included; soft_cap: scores become
     soft_cap * tanh(score / soft_cap). kv_scales: of caches in 8 bits. work: from
-    `decode_work_list` for the same window, if the caller shares one among the layers of a step.
+    `work_of_step` for the same window, if the caller shares one among the layers of a step.
     """
     check_cache(q, k_cache, v_cache, block_table, kv_scales)
     num_rows, num_heads, _ = q.shape
@@ -271,7 +303,7 @@ def paged_decode(
     if not num_rows:
         return out
     if work is None:
-        work = decode_work_list(context_lens, k_cache.shape[1], window=window)
+        work = work_of_step(context_lens, num_heads, q.dtype, k_cache, window=window)
     assert work.tickets.shape == (num_rows, k_cache.shape[1]), (work.tickets.shape, k_cache.shape)
     num_items = work.items.shape[0]
     partial_out = torch.empty((num_items, *q.shape[1:]), dtype=torch.float32, device=q.device)

@@ -163,6 +163,31 @@ def check_work_list(device: str) -> None:
             assert all(start >= end for _, start, end in items[offsets[-1] :])
 
 
+def check_even_cuts(device: str) -> None:
+    """Items that all run at once where that is even, smaller ones otherwise; for few rows no more
+    of them than run at once, and enough for whatever lengths."""
+
+    def cut(lengths: list[int]) -> tuple[int, list[list[int]]]:
+        context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        work = decode_work_list(context_lens, 8, per_sm=3, min_chunk=128, num_sms=132)
+        offsets = work.item_offsets.tolist()
+        sizes = (work.items[:, 2] - work.items[:, 1]).tolist()
+        return len(sizes), [sizes[start:end] for start, end in pairwise(offsets)]
+
+    at_once = 3 * 132 // 8
+    assert cut([2048] * 16)[1] == [[768, 768, 512]] * 16
+    assert cut([2048] * 64)[1] == [[1024, 1024]] * 64
+    assert cut([1280] * 128)[1] == [[1280]] * 128
+    assert cut([400]) == (at_once, [[128, 128, 128, 16]])
+    # Few rows: whatever their lengths, all parts run at once.
+    for lengths in ([30_000], [30_000, *[1] * 11], [8000] * 8, [1, 5000, 0, 77, 129, 12_345]):
+        num_items, parts = cut(lengths)
+        assert num_items == at_once
+        assert sum(map(len, parts)) <= at_once
+        assert [sum(sizes) for sizes in parts] == lengths
+        assert max(map(max, parts)) <= max(128, -(-2 * sum(lengths) // at_once))
+
+
 def check_prefill_work_list(device: str) -> None:
     """Items cover every chunk's tokens once, the last ones first, and what lies behind them."""
     for lengths, num_padding in (([1], 0), ([128, 0, 129, 63], 0), ([5, 300], 200), ([0], 7)):

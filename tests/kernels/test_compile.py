@@ -178,7 +178,7 @@ def test_paged_prefill(case: dict) -> None:
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_work_list(window: int | None) -> None:
-    _check(work_list_launch(_work(), _int32(NUM_TOKENS), window=window))
+    _check(work_list_launch(_work(), _int32(NUM_TOKENS), at_once=49, min_chunk=128, window=window))
 
 
 def test_prefill_work_list() -> None:

@@ -78,6 +78,7 @@ def test_offsets_beyond_32_bits(dtype: torch.dtype) -> None:
 
 def test_work_list_covers_every_token_once() -> None:
     checks.check_work_list("cuda")
+    checks.check_even_cuts("cuda")
     checks.check_prefill_work_list("cuda")
 
 

@@ -79,6 +79,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 def test_work_list_covers_every_token_once() -> None:
     checks.check_work_list("cpu")
+    checks.check_even_cuts("cpu")
     checks.check_prefill_work_list("cpu")
 
 

@@ -48,7 +48,7 @@ class CudaBackend:
         # Of the thread that computes; made at its first use.
         self._cudnn: cudnn_prefill.CudnnPrefill | None = None
         self._inputs: StepInputs | None = None
-        self._work: dict[tuple[int | None, int], decode_work.WorkList] = {}
+        self._work: dict[tuple[int | None, int, int], decode_work.WorkList] = {}
         self._prefill_work: torch.Tensor | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -162,7 +162,7 @@ class CudaBackend:
             window=options.window,
             soft_cap=options.soft_cap,
             kv_scales=kernels_scales(options.kv_scales),
-            work=self._work_list(inputs, k_cache.shape[1], options.window),
+            work=self._work_list(inputs, q, k_cache, options.window),
         )
 
     def sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -181,14 +181,15 @@ class CudaBackend:
         return tokens.clamp_(min=0)
 
     def _work_list(
-        self, inputs: StepInputs, num_kv_heads: int, window: int | None
+        self, inputs: StepInputs, q: torch.Tensor, k_cache: torch.Tensor, window: int | None
     ) -> decode_work.WorkList:
         """How the step's contexts are cut: made once a step for all layers of a kind."""
         self._begin(inputs)
-        kind = (window, num_kv_heads)
+        num_heads = q.shape[1]
+        kind = (window, num_heads, k_cache.shape[1])
         if kind not in self._work:
-            self._work[kind] = decode_work.decode_work_list(
-                inputs.decode_context_lens, num_kv_heads, window=window
+            self._work[kind] = paged_decode.work_of_step(
+                inputs.decode_context_lens, num_heads, q.dtype, k_cache, window=window
             )
         return self._work[kind]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo_kernels import step_rows
-from octavo_kernels.decode_work import WorkList, decode_work_list
+from octavo_kernels.decode_work import WorkList
 from octavo_kernels.gated_mul import silu_mul
-from octavo_kernels.paged_decode import paged_decode
+from octavo_kernels.paged_decode import paged_decode, work_of_step
 from octavo_kernels.rms_norm import add_rms_norm, rms_norm
 from octavo_kernels.rope_and_cache import rope_and_store
 from octavo_kernels.sample import sample
@@ -126,8 +126,10 @@ class FusedDecode:
         stream = _Stream(F.embedding(inputs.input_ids, model.embed_tokens))
         # Before everything else, so that attention may read them without waiting.
         works = {
-            window: decode_work_list(
-                inputs.decode_context_lens, model.config.num_kv_heads, window=window
+            window: work_of_step(
+                *(inputs.decode_context_lens, model.config.num_heads, model.config.dtype),
+                kv_caches[0][0],
+                window=window,
             )
             for window in {layer.options.window for layer in model.layers}
         }

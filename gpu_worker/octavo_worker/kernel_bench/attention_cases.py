@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from octavo_kernels.decode_work import decode_work_list
 from octavo_kernels.fp8_gemm import E4M3
-from octavo_kernels.paged_decode import paged_decode
+from octavo_kernels.launch import compute_capability
+from octavo_kernels.paged_decode import paged_decode, work_of_step
 from octavo_kernels.paged_kv import KvScales
 from octavo_kernels.paged_prefill import paged_prefill, prefill_work_list
 from octavo_kernels.rope_and_cache import rope_and_cache
@@ -56,9 +56,11 @@ def _decode(shape: str, contexts: list[int], kv_heads: int, *, in_8_bits: bool =
             k_cache, v_cache = k_cache.to(E4M3), v_cache.to(E4M3)
             scales = KvScales(*torch.ones(2, kv_heads, device="cuda"))
         # Once a step, for all its layers.
-        work = decode_work_list(lens, kv_heads)
+        work = work_of_step(lens, _HEADS, q.dtype, k_cache)
+        # As decode steps launch it.
+        pdl = compute_capability(q.device) >= 90
         return lambda: paged_decode(
-            q, k_cache, v_cache, table, lens, _SCALE, kv_scales=scales, work=work
+            q, k_cache, v_cache, table, lens, _SCALE, kv_scales=scales, work=work, pdl=pdl
         )
 
     return Case(f"paged_decode {shape}", num_bytes, 4 * _HEADS * _HEAD_DIM * total, make)
