@@ -39,8 +39,8 @@ class WorkList(NamedTuple):
 
 @triton.jit
 def _chunk_of(total, count, MIN_CHUNK: tl.constexpr):
-    """total / count, rounded up to a multiple of MIN_CHUNK: no item but a row's last ends inside a
-    tile."""
+    """total / count, rounded up to a multiple of MIN_CHUNK, at least one: no item but a row's last
+    ends inside a tile."""
     even = (total + count - 1) // count
     return tl.maximum((even + MIN_CHUNK - 1) // MIN_CHUNK, 1).to(tl.int32) * MIN_CHUNK
 
@@ -67,6 +67,8 @@ def _work_list_kernel(
         seen = tl.minimum(context, WINDOW)
     total = tl.sum(seen.to(tl.int64), axis=0)
     chunk = _chunk_of(total, max_split_items, MIN_CHUNK)
+    # A row little longer than its items would have a short one more, to be merged.
+    slack = chunk // 4
     if num_rows <= at_once:
         # The smallest chunk, of a few, whose items all run at once. A chunk makes less than one
         # item a row above total / chunk: the last trial always fits.
@@ -78,20 +80,26 @@ def _work_list_kernel(
         one_wave = tl.min(tl.where(count <= at_once, trial_chunk, 2**31 - 1), axis=0)
         # Not if too many programs would wait for the longest.
         is_even = 4 * total >= 3 * one_wave.to(tl.int64) * at_once
-        chunk = tl.where(is_even, one_wave, tl.minimum(chunk, one_wave))
-    num_items = tl.maximum((seen + chunk - 1) // chunk, 1)
+        if is_even or one_wave <= chunk:
+            chunk = one_wave
+            slack = 0
+    num_items = tl.maximum((seen - slack + chunk - 1) // chunk, 1)
+    chunks = _chunk_of(seen, num_items, MIN_CHUNK)
+    num_items = tl.maximum((seen + chunks - 1) // chunks, 1)
     num_items = tl.where(is_row, num_items, 0)
     ends = tl.cumsum(num_items, axis=0)
 
     # The item's row is the number of rows whose items all come before it; only that row's lane
     # contributes to the sums below, and none does for a surplus item.
     mine = (ends > item) & (ends - num_items <= item)
-    from_first = (item - (ends - num_items)) * chunk
+    from_first = (item - (ends - num_items)) * chunks
     start = tl.sum(tl.where(mine, context - seen + from_first, 0), axis=0)
-    context_len = tl.sum(tl.where(mine, context, 0), axis=0)
+    end = tl.sum(
+        tl.where(mine, tl.minimum(context - seen + from_first + chunks, context), 0), axis=0
+    )
     tl.store(items + item * 3, tl.sum(tl.where(mine, row + 1, 0), axis=0) - 1)
     tl.store(items + item * 3 + 1, start)
-    tl.store(items + item * 3 + 2, tl.minimum(start + chunk, context_len))
+    tl.store(items + item * 3 + 2, end)
     if item == 0:
         tl.store(item_offsets, 0)
         tl.store(item_offsets + 1 + row, ends, mask=is_row)

@@ -177,7 +177,8 @@ def check_even_cuts(device: str) -> None:
     at_once = 3 * 132 // 8
     assert cut([2048] * 16)[1] == [[768, 768, 512]] * 16
     assert cut([2048] * 64)[1] == [[1024, 1024]] * 64
-    assert cut([1280] * 128)[1] == [[1280]] * 128
+    assert cut([1300] * 64)[1] == [[768, 532]] * 64
+    assert cut([1303] * 128)[1] == [[1303]] * 128
     assert cut([400]) == (at_once, [[128, 128, 128, 16]])
     # Few rows: whatever their lengths, all parts run at once.
     for lengths in ([30_000], [30_000, *[1] * 11], [8000] * 8, [1, 5000, 0, 77, 129, 12_345]):
