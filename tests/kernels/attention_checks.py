@@ -66,7 +66,10 @@ def check_paged_decode(case: dict[str, Any], device: str, *, min_chunk: int, lon
     assert int(whole.item_offsets.diff().max()) == 1
     counts = work.item_offsets.diff()
     assert bool((counts >= 1).all())
-    assert (int(counts.max()) > 1) == (window is None or window > min_chunk)
+    if window is None or 4 * window > 5 * min_chunk:  # a quarter more isn't cut off by itself
+        assert int(counts.max()) > 1
+    elif window <= min_chunk:
+        assert int(counts.max()) == 1
     assert_near(split, expected)
     assert_near(alone, expected)
     assert bool((split[context_lens == 0] == 0).all())
