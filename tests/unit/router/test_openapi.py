@@ -1,6 +1,7 @@
 """The API's document says what the validation does, and what answers look like."""
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -55,7 +56,23 @@ def test_the_document() -> None:
         assert "HTTPValidationError" not in names
         for reference in references(document):
             assert reference.removeprefix("#/components/schemas/") in names
-        assert (await router.http.get("/docs")).status_code == 200
+
+    run(check)
+
+
+def test_the_documents_page_needs_no_other_host() -> None:
+    async def check(router: RunningRouter) -> None:
+        page = (await router.http.get("/docs")).text
+        places = re.findall(r"""(?:src|href|url)\s*[=:]\s*["']([^"']+)""", page)
+        assert "/openapi.json" in places
+        assert len(places) >= 4
+        for place in places:
+            assert place.startswith("/"), place
+            assert (await router.http.get(place)).status_code == 200
+        files = [(await router.http.get(place)) for place in places if "/files/" in place]
+        kinds = {file.headers["content-type"].partition(";")[0] for file in files}
+        assert kinds == {"text/javascript", "text/css", "image/png"}
+        assert (await router.http.get("/docs/files/none.js")).status_code == 404
 
     run(check)
 
