@@ -103,6 +103,8 @@ def _native(folder: Path, dtype: str, max_model_len: int, quantized: str) -> Foo
         weight_format = str(quantization)
     elif quantization is not None:
         weight_format = f"{quantization}, as {_name(chosen)}"
+    elif config.block_scales is not None:
+        weight_format = f"{config.block_scales}, as {_name(chosen)}"
     # The embedding is looked up, not multiplied, unless it is the head too.
     idle_params = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     read_bytes = weight_bytes - idle_params * chosen.itemsize

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from octavo.errors import ConfigurationError
 from octavo_worker.load_threads import in_threads
 from octavo_worker.models.folder import read_json
+from octavo_worker.quant.block_scales import BlockScales
 from octavo_worker.slots import FLOATS, BadValuesError, Place, Slot
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_E4M3 = "F8_E4M3"
 _LFS_START = b"version https://git-lfs"
 # Computed from the configuration; old checkpoints hold them all the same.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_pos_emb.inv_freq")
@@ -52,12 +54,18 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file; `dtype` as safetensors spells it."""
+    """A tensor in a file; `dtype` as safetensors spells it; `scales`: see `Checkpoint.widen`."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     handle: Any
+    scales: "StoredTensor | None" = None
+
+    @property
+    def read_as(self) -> torch.dtype | None:
+        """The dtype that `Checkpoint.read` gives; None = one that is unknown here."""
+        return torch.float32 if self.scales is not None else _DTYPES.get(self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +86,7 @@ class Checkpoint:
         """
         self.folder = folder
         self._base_name = base_name
+        self._block_scales: BlockScales | None = None
         self._stack = ExitStack()
         try:
             self.tensors = self._open()
@@ -96,8 +105,40 @@ class Checkpoint:
         return name in self.tensors
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, a view of the mapped file."""
-        return self.tensors[name].handle.get_tensor(name)
+        """The tensor on the CPU, a view of the mapped file unless it is widened.
+
+        Raises BadValuesError for scales that can't be right.
+        """
+        tensor = self.tensors[name]
+        stored = tensor.handle.get_tensor(name)
+        if tensor.scales is None or self._block_scales is None:
+            return stored
+        scales = tensor.scales.handle.get_tensor(_scales_name(name, self._block_scales))
+        return self._block_scales.widened(stored, scales)
+
+    def widen(self, block_scales: BlockScales) -> None:
+        """From now on layers with such scales read as float32, and the scales are no tensors.
+
+        Raises ConfigurationError naming scales that don't fit a layer.
+        """
+        self._block_scales = block_scales
+        ending = f".{block_scales.suffix}"
+        for name in [name for name in self.tensors if name.endswith(ending)]:
+            scales = self.tensors.pop(name)
+            weight_name = f"{name.removesuffix(ending)}.weight"
+            weight = self.tensors.get(weight_name)
+            if weight is None or weight.dtype != _E4M3 or len(weight.shape) != 2:
+                raise ConfigurationError(
+                    f"{scales.path}: tensor {name} scales {weight_name}, which "
+                    f"{'no file holds' if weight is None else f'is no matrix in {_E4M3}'}"
+                )
+            wanted = block_scales.shape(weight.shape)
+            if scales.shape != wanted or not is_float(scales.dtype):
+                raise ConfigurationError(
+                    f"{scales.path}: tensor {name} is {scales.dtype} {list(scales.shape)}, "
+                    f"{block_scales} need floats {list(wanted)}"
+                )
+            self.tensors[weight_name] = replace(weight, scales=scales)
 
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first floating tensor, for folders whose config.json has none."""
@@ -190,6 +231,10 @@ def _open_safetensors(path: Path) -> Any:
         ) from None
     except OSError as error:
         raise ConfigurationError(f"{path}: can't be read: {error}") from None
+
+
+def _scales_name(weight_name: str, block_scales: BlockScales) -> str:
+    return f"{weight_name.removesuffix('weight')}{block_scales.suffix}"
 
 
 def is_float(dtype: str) -> bool:
@@ -300,7 +345,7 @@ def _check(checkpoint: Checkpoint, slots: Mapping[str, Place], ignored: Collecti
                 f"{tensor.path}: tensor {name} has the shape {list(tensor.shape)}, "
                 f"config.json asks for {list(slot.shape)}"
             )
-        if _DTYPES.get(tensor.dtype) not in slot.dtypes:
+        if tensor.read_as not in slot.dtypes:
             allowed = ", ".join(name for dtype, name in _NAMES.items() if dtype in slot.dtypes)
             raise ConfigurationError(
                 f"{tensor.path}: tensor {name} has the dtype {tensor.dtype}; one of {allowed} "

@@ -152,6 +152,9 @@ def load_model(
     with Checkpoint(folder, base_name=base_name) as checkpoint:
         chosen = choose_dtype(dtype, stored or checkpoint.dtype(), device)
         config = read_config(folder, chosen, max_model_len, quantization)
+        if config.block_scales is not None:
+            checkpoint.widen(config.block_scales)
+            _LOG.info("stored in %s; computed in %s", config.block_scales, chosen)
         layout = config.layout
         embed_name, head_name = layout.name_of(EMBED_NAME), layout.name_of(HEAD_NAME)
         config = with_stored_experts(config, checkpoint.tensors)

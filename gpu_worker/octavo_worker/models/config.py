@@ -20,7 +20,7 @@ from octavo_worker.models.layout import Heads, Layout
 from octavo_worker.models.moe_config import MoeConfig
 from octavo_worker.models.per_layer import Windows
 from octavo_worker.models.rope import RopeConfig
-from octavo_worker.quant import Fp8Format, Quantization, quantization_of
+from octavo_worker.quant import BlockScales, Fp8Format, Quantization, quantization_of
 
 
 def read_fields(folder: Path) -> Fields:
@@ -51,7 +51,7 @@ class ModelConfig:
     `attention`, how it attends. `layout` says how checkpoints store it, `sandwich_norms` that what
     attention and MLP give is normed too, `offset_norms` that stored norms lack 1. `embed_scale`:
     embeddings are multiplied by it; `final_soft_cap`: logits become c tanh(logit / c); None = not.
-    `quantization`: None = none.
+    `quantization`: None = none; `block_scales`: of layers that are widened while they are loaded.
     """
 
     architecture: str
@@ -83,6 +83,7 @@ class ModelConfig:
     dtype: torch.dtype
     layout: Layout
     quantization: Quantization | Fp8Format | None = None
+    block_scales: BlockScales | None = None
 
     @classmethod
     def from_folder(
@@ -92,7 +93,9 @@ class ModelConfig:
         fields = read_fields(folder)
         family = family_of(fields)
         _refuse_what_is_not_computed(fields)
-        quantization = quantization_of(fields, read_gptq_fields(folder))
+        stored = quantization_of(fields, read_gptq_fields(folder))
+        block_scales = stored if isinstance(stored, BlockScales) else None
+        quantization = None if isinstance(stored, BlockScales) else stored
         num_heads = count(fields, "num_attention_heads")
         num_kv_heads = _kv_heads(fields, num_heads)
         hidden_size = count(fields, "hidden_size")
@@ -133,6 +136,7 @@ class ModelConfig:
             dtype=dtype,
             layout=family.layout,
             quantization=quantization,
+            block_scales=block_scales,
         )
 
     @property
@@ -164,7 +168,8 @@ def _moe(
     if quantization is not None:
         raise ConfigurationError(
             f"config.json: {quantization}: quantized experts aren't supported; "
-            f"{family.architecture} needs a checkpoint in float32, float16 or bfloat16"
+            f"{family.architecture} needs a checkpoint in float32, float16, bfloat16 or "
+            "8-bit floats with a scale a block"
         )
     if _activation(fields) is not Activation.SILU:
         raise ConfigurationError(

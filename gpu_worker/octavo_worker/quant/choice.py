@@ -5,20 +5,23 @@ from typing import Any
 
 from octavo.errors import ConfigurationError
 from octavo_worker.quant.awq import Awq
+from octavo_worker.quant.block_scales import BlockScales
 from octavo_worker.quant.compressed_tensors import CompressedTensors
 from octavo_worker.quant.fields import FieldReader
 from octavo_worker.quant.fp8 import FLOAT_QUANTIZED, Fp8Format
 from octavo_worker.quant.gptq import Gptq
 from octavo_worker.quant.stored import Quantization
 
+_Found = Quantization | Fp8Format | BlockScales
 
-def _compressed_tensors(fields: FieldReader) -> Quantization | Fp8Format:
+
+def _compressed_tensors(fields: FieldReader) -> _Found:
     if fields.get("format") == FLOAT_QUANTIZED:
         return Fp8Format.from_compressed(fields)
     return CompressedTensors.from_fields(fields)
 
 
-_FORMATS: Mapping[str, Callable[[FieldReader], Quantization | Fp8Format]] = {
+_FORMATS: Mapping[str, Callable[[FieldReader], _Found]] = {
     "awq": Awq.from_fields,
     "compressed-tensors": _compressed_tensors,
     "fp8": Fp8Format.from_fields,
@@ -27,9 +30,7 @@ _FORMATS: Mapping[str, Callable[[FieldReader], Quantization | Fp8Format]] = {
 _SAME = ("bits", "group_size", "desc_act", "sym", "checkpoint_format")
 
 
-def quantization_of(
-    config: Mapping[str, Any], gptq: Mapping[str, Any] | None
-) -> Quantization | Fp8Format | None:
+def quantization_of(config: Mapping[str, Any], gptq: Mapping[str, Any] | None) -> _Found | None:
     """The format that `config` (config.json) names; None: weights as they are.
 
     `gptq`: quantize_config.json, if the folder has one: AutoGPTQ's, which used to be the only
@@ -47,7 +48,7 @@ def quantization_of(
     return Gptq.from_fields(reader)
 
 
-def _read(fields: Any, gptq: Mapping[str, Any] | None, where: str) -> Quantization | Fp8Format:
+def _read(fields: Any, gptq: Mapping[str, Any] | None, where: str) -> _Found:
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{where}={fields!r:.200} must be an object")
     reader = FieldReader(fields, where)

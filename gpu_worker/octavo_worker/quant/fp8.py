@@ -1,7 +1,8 @@
 """8-bit floats (e4m3): how checkpoints store layers in them, and how layers compute with them.
 
 Stored: `weight` float8_e4m3fn [N, K] with W = weight * `weight_scale`, a scale a layer or an
-output. Formats: compressed-tensors "float-quantized" (llm-compressor's), "fp8" (AutoFP8's).
+output (a scale a block: `block_scales`). Formats: compressed-tensors "float-quantized"
+(llm-compressor's), "fp8" (AutoFP8's).
 Activations are rounded to e4m3 with a scale a token, from its largest value: static
 `input_scale`s are read past, since a token's own scale is never coarser. Or rounded here: any
 layer's weights, a scale an output. Must not know: layers, files. Entry points: `Fp8Format`,
@@ -14,6 +15,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from octavo_worker.quant.block_scales import BLOCK, BlockScales
 from octavo_worker.quant.compressed_tensors import rules_of
 from octavo_worker.quant.fields import FieldReader
 from octavo_worker.quant.modules import ModuleRules, contains
@@ -32,16 +34,17 @@ class Fp8Format:
     is_stored: bool = False
 
     @classmethod
-    def from_fields(cls, fields: FieldReader) -> Self:
-        """AutoFP8's. Raises ConfigurationError naming the field."""
-        fields.refuse("weight_block_size")
+    def from_fields(cls, fields: FieldReader) -> Self | BlockScales:
+        """AutoFP8's, or DeepSeek's. Raises ConfigurationError naming the field."""
+        if fields.get("weight_block_size") is not None:
+            return BlockScales.from_fields(fields)
         fields.word("activation_scheme", ("dynamic", "static"), "dynamic")
         fields.refuse("kv_cache_scheme")
         names = (*fields.names("ignored_layers"), *fields.names("modules_to_not_convert"))
         return cls(ModuleRules(tuple(map(contains, names))), is_stored=True)
 
     @classmethod
-    def from_compressed(cls, fields: FieldReader) -> Self:
+    def from_compressed(cls, fields: FieldReader) -> Self | BlockScales:
         """compressed-tensors' "float-quantized". Raises ConfigurationError naming the field."""
         fields.word("quantization_status", ("compressed",), "compressed")
         fields.refuse("transform_config", "kv_cache_scheme")
@@ -53,10 +56,13 @@ class Fp8Format:
         group = groups.inner(groups.items()[0][0])
         group.refuse("output_activations")
         weights = group.inner("weights")
-        _check_floats(weights, ("tensor", "channel"))
+        strategy = _check_floats(weights, ("tensor", "channel", BLOCK))
         if weights.get("dynamic"):
             raise weights.error("dynamic", "isn't supported")
         inputs = group.inner("input_activations")
+        if strategy == BLOCK:
+            _check_floats(inputs, ("group",))
+            return BlockScales.from_compressed(weights)
         _check_floats(inputs, ("tensor", "token"))
         return cls(rules_of(fields, group), is_stored=True)
 
@@ -68,12 +74,13 @@ class Fp8Format:
         return "8-bit floats (e4m3)" + ("" if self.is_stored else ", rounded at load")
 
 
-def _check_floats(fields: FieldReader, strategies: tuple[str, ...]) -> None:
+def _check_floats(fields: FieldReader, strategies: tuple[str, ...]) -> str:
+    """The strategy."""
     fields.number("num_bits", (8,))
     fields.word("type", ("float",), "float")
-    fields.word("strategy", strategies, "tensor")
     if not fields.flag("symmetric", default=True):
         raise fields.error("symmetric", "must be true: floats have no zero point")
+    return fields.word("strategy", strategies, "tensor")
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

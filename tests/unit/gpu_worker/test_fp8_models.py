@@ -243,7 +243,6 @@ def test_random_weights_have_the_wanted_size(quantization: str, tmp_path: Path) 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "blocks": (AUTO_FP8 | {"weight_block_size": [128, 128]}, "weight_block_size"),
     "scheme": (AUTO_FP8 | {"activation_scheme": "none"}, "activation_scheme"),
     "groups": (compressed("group"), "strategy"),
     "weights only": (compressed("channel", input_activations=None), "num_bits"),
