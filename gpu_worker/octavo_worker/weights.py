@@ -54,8 +54,10 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file; `dtype` as safetensors spells it; `scales`: see `Checkpoint.widen`."""
+    """A tensor in a file, by the name that it has there; `dtype` as safetensors spells it;
+    `scales`: see `Checkpoint.widen`."""
 
+    name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -66,6 +68,10 @@ class StoredTensor:
     def read_as(self) -> torch.dtype | None:
         """The dtype that `Checkpoint.read` gives; None = one that is unknown here."""
         return torch.float32 if self.scales is not None else _DTYPES.get(self.dtype)
+
+    def read(self) -> Tensor:
+        """Its values on the CPU, a view of the mapped file."""
+        return self.handle.get_tensor(self.name)
 
     @property
     def num_bytes(self) -> int:
@@ -110,11 +116,14 @@ class Checkpoint:
         Raises BadValuesError for scales that can't be right.
         """
         tensor = self.tensors[name]
-        stored = tensor.handle.get_tensor(name)
         if tensor.scales is None or self._block_scales is None:
-            return stored
-        scales = tensor.scales.handle.get_tensor(_scales_name(name, self._block_scales))
-        return self._block_scales.widened(stored, scales)
+            return tensor.read()
+        return self._block_scales.widened(tensor.read(), tensor.scales.read())
+
+    def rename(self, own_name: Callable[[str], str | None]) -> None:
+        """From now on tensors have other names; those without one aren't there."""
+        named = {own_name(name): tensor for name, tensor in self.tensors.items()}
+        self.tensors = {name: tensor for name, tensor in named.items() if name is not None}
 
     def widen(self, block_scales: BlockScales) -> None:
         """From now on layers with such scales read as float32, and the scales are no tensors.
@@ -198,7 +207,7 @@ class Checkpoint:
         for name in handle.keys():  # noqa: SIM118 - no mapping
             part = handle.get_slice(name)
             shape = tuple(part.get_shape())
-            tensors[name] = StoredTensor(path, part.get_dtype(), shape, handle)
+            tensors[name] = StoredTensor(name, path, part.get_dtype(), shape, handle)
         return tensors
 
 
@@ -231,10 +240,6 @@ def _open_safetensors(path: Path) -> Any:
         ) from None
     except OSError as error:
         raise ConfigurationError(f"{path}: can't be read: {error}") from None
-
-
-def _scales_name(weight_name: str, block_scales: BlockScales) -> str:
-    return f"{weight_name.removesuffix('weight')}{block_scales.suffix}"
 
 
 def is_float(dtype: str) -> bool:
@@ -304,8 +309,8 @@ def load_weights(
         try:
             slots[name].load(checkpoint.read(name))
         except BadValuesError as error:
-            path = checkpoint.tensors[name].path
-            raise ConfigurationError(f"{path}: tensor {name} {error}") from None
+            tensor = checkpoint.tensors[name]
+            raise ConfigurationError(f"{tensor.path}: tensor {tensor.name} {error}") from None
         return name
 
     for name in in_threads(load, by_file, num_threads):
@@ -336,20 +341,20 @@ def _check(checkpoint: Checkpoint, slots: Mapping[str, Place], ignored: Collecti
             continue
         if name not in slots:
             raise ConfigurationError(
-                f"{tensor.path}: the model has no place for the tensor {name} "
+                f"{tensor.path}: the model has no place for the tensor {tensor.name} "
                 f"{list(tensor.shape)}; is config.json of another model?"
             )
         slot = slots[name]
         if tensor.shape != slot.shape:
             raise ConfigurationError(
-                f"{tensor.path}: tensor {name} has the shape {list(tensor.shape)}, "
+                f"{tensor.path}: tensor {tensor.name} has the shape {list(tensor.shape)}, "
                 f"config.json asks for {list(slot.shape)}"
             )
         if tensor.read_as not in slot.dtypes:
             allowed = ", ".join(name for dtype, name in _NAMES.items() if dtype in slot.dtypes)
             raise ConfigurationError(
-                f"{tensor.path}: tensor {name} has the dtype {tensor.dtype}; one of {allowed} "
-                "is needed; is it quantized, and config.json says nothing of it?"
+                f"{tensor.path}: tensor {tensor.name} has the dtype {tensor.dtype}; one of "
+                f"{allowed} is needed; is it quantized, and config.json says nothing of it?"
             )
 
 

@@ -34,6 +34,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import ConfigurationError, InvalidRequestError
+from octavo_router.tokenizer_files import read_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PART_SEPARATOR = "\n"
@@ -124,12 +125,15 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     """The source of a model folder's default template, None if it has none.
 
     chat_template.jinja comes before tokenizer_config.json's `chat_template`, which is a string
-    or a list of named templates.
+    or a list of named templates, and that before chat_template.json, which older models that take
+    images have.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     found = tokenizer_config.get("chat_template")
+    if found is None:
+        found = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
         found = named.get("default")

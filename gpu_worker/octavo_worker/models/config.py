@@ -20,6 +20,7 @@ from octavo_worker.models.layout import Heads, Layout
 from octavo_worker.models.moe_config import MoeConfig
 from octavo_worker.models.per_layer import Windows
 from octavo_worker.models.rope import RopeConfig
+from octavo_worker.models.text_part import has_other_parts, text_fields
 from octavo_worker.quant import BlockScales, Fp8Format, Quantization, quantization_of
 
 
@@ -27,7 +28,7 @@ def read_fields(folder: Path) -> Fields:
     """config.json in the words of Llama's, over the family's defaults."""
     fields = read_json(folder / "config.json")
     family = family_of(fields)
-    return family.translate({**family.defaults, **fields})
+    return family.translate({**family.defaults, **text_fields(fields)})
 
 
 class Activation(Enum):
@@ -51,7 +52,8 @@ class ModelConfig:
     `attention`, how it attends. `layout` says how checkpoints store it, `sandwich_norms` that what
     attention and MLP give is normed too, `offset_norms` that stored norms lack 1. `embed_scale`:
     embeddings are multiplied by it; `final_soft_cap`: logits become c tanh(logit / c); None = not.
-    `quantization`: None = none; `block_scales`: of layers that are widened while they are loaded.
+    `quantization`: None = none; `block_scales`: of layers that are widened while they are loaded;
+    `has_other_parts`: the checkpoint holds more than this text model.
     """
 
     architecture: str
@@ -84,6 +86,7 @@ class ModelConfig:
     layout: Layout
     quantization: Quantization | Fp8Format | None = None
     block_scales: BlockScales | None = None
+    has_other_parts: bool = False
 
     @classmethod
     def from_folder(
@@ -137,6 +140,7 @@ class ModelConfig:
             layout=family.layout,
             quantization=quantization,
             block_scales=block_scales,
+            has_other_parts=has_other_parts(read_json(folder / "config.json")),
         )
 
     @property

@@ -166,5 +166,8 @@ def test_where_a_template_is_looked_for(tmp_path: Path) -> None:
     assert find_chat_template(tmp_path, {"chat_template": "S"}) == "S"
     assert find_chat_template(tmp_path, {"chat_template": named}) == "D"
     assert find_chat_template(tmp_path, {"chat_template": named[:1]}) is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "J"}')
+    assert find_chat_template(tmp_path, {}) == "J"
+    assert find_chat_template(tmp_path, {"chat_template": "S"}) == "S"
     (tmp_path / "chat_template.jinja").write_text("F")
     assert find_chat_template(tmp_path, json.loads('{"chat_template": "S"}')) == "F"

@@ -10,6 +10,7 @@ from octavo.errors import ConfigurationError
 from octavo_worker.models.families import chatglm, gemma, glm, llama, phi3, qwen, qwen1
 from octavo_worker.models.families.family import Family
 from octavo_worker.models.fields import Fields
+from octavo_worker.models.text_part import text_fields
 
 __all__ = ["FAMILIES", "Family", "family_of", "find_family"]
 
@@ -25,7 +26,9 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(fields: Fields) -> Family | None:
-    """The family that config.json's `architectures` (else its `model_type`) names, if any."""
+    """The family that config.json's `architectures` (else its `model_type`) names, if any; of a
+    model that takes images, too, that of its text part."""
+    fields = text_fields(fields)
     architectures = fields.get("architectures") or []
     for family in FAMILIES:
         named = any(name in architectures for name in (family.architecture, *family.aliases))

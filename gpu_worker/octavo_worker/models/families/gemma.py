@@ -101,6 +101,12 @@ FAMILIES = (
         "gemma3_text",
         {
             **_DEFAULTS_2,
+            # What the models with a vision part leave out.
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
             "final_logit_softcapping": None,
             "max_position_embeddings": 131_072,
             "rope_local_base_freq": 10_000.0,
