@@ -138,13 +138,13 @@ class Checkpoint:
             weight = self.tensors.get(weight_name)
             if weight is None or weight.dtype != _E4M3 or len(weight.shape) != 2:
                 raise ConfigurationError(
-                    f"{scales.path}: tensor {name} scales {weight_name}, which "
+                    f"{scales.path}: tensor {scales.name} scales {weight_name}, which "
                     f"{'no file holds' if weight is None else f'is no matrix in {_E4M3}'}"
                 )
             wanted = block_scales.shape(weight.shape)
             if scales.shape != wanted or not is_float(scales.dtype):
                 raise ConfigurationError(
-                    f"{scales.path}: tensor {name} is {scales.dtype} {list(scales.shape)}, "
+                    f"{scales.path}: tensor {scales.name} is {scales.dtype} {list(scales.shape)}, "
                     f"{block_scales} need floats {list(wanted)}"
                 )
             self.tensors[weight_name] = replace(weight, scales=scales)

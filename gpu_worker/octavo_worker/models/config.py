@@ -21,7 +21,13 @@ from octavo_worker.models.moe_config import MoeConfig
 from octavo_worker.models.per_layer import Windows
 from octavo_worker.models.rope import RopeConfig
 from octavo_worker.models.text_part import has_other_parts, text_fields
-from octavo_worker.quant import BlockScales, Fp8Format, Quantization, quantization_of
+from octavo_worker.quant import (
+    BlockScales,
+    Fp8Format,
+    Quantization,
+    has_kv_scales,
+    quantization_of,
+)
 
 
 def read_fields(folder: Path) -> Fields:
@@ -53,7 +59,8 @@ class ModelConfig:
     attention and MLP give is normed too, `offset_norms` that stored norms lack 1. `embed_scale`:
     embeddings are multiplied by it; `final_soft_cap`: logits become c tanh(logit / c); None = not.
     `quantization`: None = none; `block_scales`: of layers that are widened while they are loaded;
-    `has_other_parts`: the checkpoint holds more than this text model.
+    `has_kv_scales`: it brings scales for a cache in 8 bits; `has_other_parts`: the checkpoint holds
+    more than this text model.
     """
 
     architecture: str
@@ -86,6 +93,7 @@ class ModelConfig:
     layout: Layout
     quantization: Quantization | Fp8Format | None = None
     block_scales: BlockScales | None = None
+    has_kv_scales: bool = False
     has_other_parts: bool = False
 
     @classmethod
@@ -140,6 +148,7 @@ class ModelConfig:
             layout=family.layout,
             quantization=quantization,
             block_scales=block_scales,
+            has_kv_scales=has_kv_scales(fields),
             has_other_parts=has_other_parts(read_json(folder / "config.json")),
         )
 

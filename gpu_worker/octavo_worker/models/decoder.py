@@ -10,6 +10,7 @@ Shapes: T tokens of a step (prefill chunks first, then S decode rows), Hid hidde
 heads, K kv heads, D head dim, I intermediate size, V vocabulary, P positions, R rotated dims.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from octavo_worker.models.mlp import GatedMlp, Mlp
 from octavo_worker.models.moe import Experts, ExpertsMaker, SparseMlp
 from octavo_worker.models.quant_linear import QuantLinear, quantized_among
 from octavo_worker.models.rope import cos_sin_table, identity_table
-from octavo_worker.slots import Slot, ones
+from octavo_worker.slots import BadValuesError, Slot, ones
 
 if TYPE_CHECKING:
     from octavo_worker.backends.base import Backend
@@ -61,6 +62,8 @@ class Layer:
         self._offset_norms = config.offset_norms
         self.cos_sin = cos_sin
         self.options = config.attention[index]
+        self.kv_scales = torch.ones(2, device=cos_sin.device)  # of all keys, of all values
+        self._has_kv_scales = config.has_kv_scales
         attention = f"{prefix}.self_attn"
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv = make(attention, parts, hidden, bias=config.qkv_bias, split=Split.HEADS)
@@ -99,6 +102,10 @@ class Layer:
         """(name in a checkpoint; the place it's loaded to)."""
         for name, norm in self.norms().items():
             yield f"{self.prefix}.{name}.weight", norm_slot(norm, offset=self._offset_norms)
+        if self._has_kv_scales:
+            for name, place in zip(("k_scale", "v_scale"), self.kv_scales.split(1), strict=True):
+                slot = Slot(place, take=_checked_scale, fill=ones, out_axis=None)
+                yield f"{self.prefix}.self_attn.{name}", slot
         for weights in self.weights():
             yield from weights.slots()
 
@@ -110,6 +117,12 @@ def norm_slot(weight: Tensor, *, offset: bool) -> Slot:
 
 def _plus_one(stored: Tensor) -> Tensor:
     return 1 + stored.float()
+
+
+def _checked_scale(stored: Tensor) -> Tensor:
+    if not 0 < float(stored) < math.inf:
+        raise BadValuesError(f"is {float(stored)}, which is no scale")
+    return stored
 
 
 def split_heads(qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,10 +238,11 @@ class Model:
     def scale_kv(self) -> None:
         """From now on `forward` takes caches of 8-bit floats, with a scale a kv head.
 
-        Scales are 1: keys and values of models lie well within what e4m3 reaches.
+        Scales that a checkpoint doesn't bring are 1: keys and values of models lie well within what
+        e4m3 reaches.
         """
         for layer in self.layers:
-            k, v = torch.ones(2, self.config.num_kv_heads, device=self.device)
+            k, v = layer.kv_scales[:, None].repeat(1, self.config.num_kv_heads)
             layer.options = replace(layer.options, kv_scales=KvScales(k, v))
 
     def forward(

@@ -6,7 +6,7 @@ integers. Must not know: layers. Entry point: `quantization_of`.
 """
 
 from octavo_worker.quant.block_scales import BlockScales
-from octavo_worker.quant.choice import quantization_of
+from octavo_worker.quant.choice import has_kv_scales, quantization_of
 from octavo_worker.quant.codes import Codes
 from octavo_worker.quant.fp8 import Fp8Format
 from octavo_worker.quant.stored import Quantization, Region, StoredForm
@@ -18,5 +18,6 @@ __all__ = [
     "Quantization",
     "Region",
     "StoredForm",
+    "has_kv_scales",
     "quantization_of",
 ]

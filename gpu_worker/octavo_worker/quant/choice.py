@@ -1,4 +1,7 @@
-"""Which format a folder is in, from what its configuration says. Entry point: `quantization_of`."""
+"""Which format a folder is in, from what its configuration says.
+
+Entry points: `quantization_of`, `has_kv_scales`.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +11,7 @@ from octavo_worker.quant.awq import Awq
 from octavo_worker.quant.block_scales import BlockScales
 from octavo_worker.quant.compressed_tensors import CompressedTensors
 from octavo_worker.quant.fields import FieldReader
-from octavo_worker.quant.fp8 import FLOAT_QUANTIZED, Fp8Format
+from octavo_worker.quant.fp8 import FLOAT_QUANTIZED, Fp8Format, check_floats
 from octavo_worker.quant.gptq import Gptq
 from octavo_worker.quant.stored import Quantization
 
@@ -27,6 +30,7 @@ _FORMATS: Mapping[str, Callable[[FieldReader], _Found]] = {
     "fp8": Fp8Format.from_fields,
     "gptq": Gptq.from_fields,
 }
+_PLACES = ("quantization_config", "compression_config")
 _SAME = ("bits", "group_size", "desc_act", "sym", "checkpoint_format")
 
 
@@ -36,7 +40,7 @@ def quantization_of(config: Mapping[str, Any], gptq: Mapping[str, Any] | None) -
     `gptq`: quantize_config.json, if the folder has one: AutoGPTQ's, which used to be the only
     place that said so. Raises ConfigurationError naming file and field.
     """
-    for name in ("quantization_config", "compression_config"):
+    for name in _PLACES:
         fields = config.get(name)
         if fields:
             return _read(fields, gptq, f"config.json: {name}")
@@ -46,6 +50,22 @@ def quantization_of(config: Mapping[str, Any], gptq: Mapping[str, Any] | None) -
     if gptq.get("quant_method", "gptq") != "gptq":
         raise reader.error("quant_method", "contradicts config.json, which has none")
     return Gptq.from_fields(reader)
+
+
+def has_kv_scales(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint has two scales a layer, of keys and of values, for a cache in 8 bits.
+
+    Formats other than compressed-tensors refuse the field. Raises ConfigurationError naming it.
+    """
+    for name in _PLACES:
+        fields = config.get(name)
+        if isinstance(fields, dict) and fields.get("kv_cache_scheme"):
+            scheme = FieldReader(fields, f"config.json: {name}").inner("kv_cache_scheme")
+            check_floats(scheme, ("tensor",))
+            if scheme.get("dynamic"):
+                raise scheme.error("dynamic", "isn't supported")
+            return True
+    return False
 
 
 def _read(fields: Any, gptq: Mapping[str, Any] | None, where: str) -> _Found:

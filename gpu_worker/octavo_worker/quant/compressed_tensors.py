@@ -57,7 +57,7 @@ class CompressedTensors:
         """Raises ConfigurationError naming the field."""
         fields.word("format", ("pack-quantized",), "")
         fields.word("quantization_status", ("compressed",), "compressed")
-        fields.refuse("kv_cache_scheme", "transform_config")
+        fields.refuse("transform_config")
         fields.inner("sparsity_config").word("format", ("dense",), "dense")
         groups = fields.inner("config_groups")
         if len(groups.items()) != 1:

@@ -47,7 +47,7 @@ class Fp8Format:
     def from_compressed(cls, fields: FieldReader) -> Self | BlockScales:
         """compressed-tensors' "float-quantized". Raises ConfigurationError naming the field."""
         fields.word("quantization_status", ("compressed",), "compressed")
-        fields.refuse("transform_config", "kv_cache_scheme")
+        fields.refuse("transform_config")
         fields.inner("sparsity_config").word("format", ("dense",), "dense")
         groups = fields.inner("config_groups")
         if len(groups.items()) != 1:
@@ -56,14 +56,14 @@ class Fp8Format:
         group = groups.inner(groups.items()[0][0])
         group.refuse("output_activations")
         weights = group.inner("weights")
-        strategy = _check_floats(weights, ("tensor", "channel", BLOCK))
+        strategy = check_floats(weights, ("tensor", "channel", BLOCK))
         if weights.get("dynamic"):
             raise weights.error("dynamic", "isn't supported")
         inputs = group.inner("input_activations")
         if strategy == BLOCK:
-            _check_floats(inputs, ("group",))
+            check_floats(inputs, ("group",))
             return BlockScales.from_compressed(weights)
-        _check_floats(inputs, ("tensor", "token"))
+        check_floats(inputs, ("tensor", "token"))
         return cls(rules_of(fields, group), is_stored=True)
 
     def covers(self, module: str) -> bool:
@@ -74,8 +74,8 @@ class Fp8Format:
         return "8-bit floats (e4m3)" + ("" if self.is_stored else ", rounded at load")
 
 
-def _check_floats(fields: FieldReader, strategies: tuple[str, ...]) -> str:
-    """The strategy."""
+def check_floats(fields: FieldReader, strategies: tuple[str, ...]) -> str:
+    """The strategy of what compressed-tensors calls floats of 8 bits."""
     fields.number("num_bits", (8,))
     fields.word("type", ("float",), "float")
     if not fields.flag("symmetric", default=True):

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file, save_file
 
 from octavo.errors import ConfigurationError
 from octavo.metrics import WorkerMetrics
@@ -16,8 +18,10 @@ from octavo_worker.kv_cache import allocate_kv_caches, kv_dtype_of, size_kv_cach
 from octavo_worker.loading import load, load_runner
 from octavo_worker.models import load_model
 from octavo_worker.spec import kv_scheme_of
+from octavo_worker.weights import SINGLE_NAME
 from tests.tiny_models import TINY_VOCAB_SIZE, save_tiny_model
 from tests.unit.gpu_worker.dense_backend import PagedRun
+from tests.unit.gpu_worker.test_fp8_models import compressed, edit
 
 E4M3 = torch.float8_e4m3fn
 
@@ -109,6 +113,68 @@ def test_logits_are_those_of_rounded_values(family: str, scale: float, tmp_path:
     logits = _logits(run)
     assert float((logits - expected).norm() / expected.norm()) < 1e-4
     assert float((logits - plain).norm() / plain.norm()) > 1e-3
+
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def _with_scales(folder: Path, scales: list[tuple[float, float]], **scheme: Any) -> Path:
+    """A folder whose layers are plain, with scales of keys and values for each."""
+    save_tiny_model(folder, "llama")
+    stored = load_file(folder / SINGLE_NAME)
+    for layer, pair in enumerate(scales):
+        for name, scale in zip("kv", pair, strict=True):
+            stored[f"model.layers.{layer}.self_attn.{name}_scale"] = torch.tensor([scale])
+    save_file(stored, folder / SINGLE_NAME)
+    config = compressed("tensor") | {"ignore": ["re:.*"], "kv_cache_scheme": SCHEME | scheme}
+    edit(folder, quantization_config=config)
+    return folder
+
+
+def test_scales_that_a_checkpoint_brings(tmp_path: Path) -> None:
+    """They are a cache's in 8 bits, and of no account to another."""
+    pair = (0.02, 0.015)
+    model = load_model(_with_scales(tmp_path, [pair, pair]), dtype="float32")
+    plain = _logits(PagedRun(model, CpuBackend()))
+    scales = KvScales(*(torch.full((2,), scale) for scale in pair))
+    expected = _logits(PagedRun(model, RoundingBackend(scales)))
+    model.scale_kv()
+    run = PagedRun(model, CpuBackend())
+    run.kv_caches = [(k.to(E4M3), v.to(E4M3)) for k, v in run.kv_caches]
+    logits = _logits(run)
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    assert float((logits - plain).norm() / plain.norm()) > 1e-3
+    unscaled = save_tiny_model(tmp_path / "plain", "llama")
+    assert torch.equal(
+        plain, _logits(PagedRun(load_model(unscaled, dtype="float32"), CpuBackend()))
+    )
+
+
+def test_each_layer_has_its_own(tmp_path: Path) -> None:
+    folder = _with_scales(tmp_path, [(0.5, 0.25), (2.0, 4.0)])
+    model = load_model(folder, dtype="float32")
+    model.scale_kv()
+    given = [layer.options.kv_scales for layer in model.layers]
+    expected = [[[0.5, 0.5], [0.25, 0.25]], [[2.0, 2.0], [4.0, 4.0]]]
+    assert [[scale.tolist() for scale in scales] for scales in given if scales] == expected
+
+
+def test_scales_that_are_refused(tmp_path: Path) -> None:
+    for number, scale in enumerate((0.0, -1.0, torch.nan, torch.inf)):
+        folder = _with_scales(tmp_path / str(number), [(1.0, scale), (1.0, 1.0)])
+        with pytest.raises(ConfigurationError, match=r"layers.0.self_attn.v_scale is .* no scale"):
+            load_model(folder)
+    for field, value in (
+        ("num_bits", 4),
+        ("type", "int"),
+        ("dynamic", True),
+        ("strategy", "token"),
+    ):
+        folder = _with_scales(tmp_path / field, [(1.0, 1.0)] * 2, **{field: value})
+        with pytest.raises(ConfigurationError, match=f"kv_cache_scheme.{field}"):
+            load_model(folder)
+    with pytest.raises(ConfigurationError, match=r"layers.1.self_attn.k_scale"):
+        load_model(_with_scales(tmp_path / "absent", [(1.0, 1.0)]))
 
 
 def test_half_the_bytes_and_a_scheme_of_its_own(tmp_path: Path) -> None:

@@ -93,7 +93,11 @@ FIELDS: dict[str, tuple[Recipe, dict[str, Any], str]] = {
     ),
     "packed other format": (PACKED, {"format": "int-quantized"}, "format='int-quantized'"),
     "packed not compressed": (PACKED, {"quantization_status": "frozen"}, "status='frozen'"),
-    "packed KV cache": (PACKED, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    "packed KV cache": (
+        PACKED,
+        {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        "kv_cache_scheme.type",
+    ),
     "packed sparse": (
         PACKED,
         {"sparsity_config": {"format": "sparse-24-bitmask"}},
