@@ -9,7 +9,7 @@ from octavo.errors import ConfigurationError
 from octavo_worker.models.fields import Fields
 
 # Architectures whose text part attends as the same model alone does, when there is no image.
-_ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+TEXT_PARTS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 # What is said of the whole model.
 _OF_ALL = (
     *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "initializer_range"),
@@ -21,7 +21,7 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.": "", "lm_head.
 
 def has_other_parts(fields: Fields) -> bool:
     """Whether config.json is of such a model."""
-    return any(name in _ARCHITECTURES for name in fields.get("architectures") or ())
+    return any(name in TEXT_PARTS for name in fields.get("architectures") or ())
 
 
 def text_fields(fields: Fields) -> Fields:
