@@ -15,6 +15,7 @@ from octavo_worker.quant.fp8 import FLOAT_QUANTIZED, Fp8Format, check_floats
 from octavo_worker.quant.gptq import Gptq
 from octavo_worker.quant.stored import Quantization
 
+_COMPRESSED_TENSORS = "compressed-tensors"
 _Found = Quantization | Fp8Format | BlockScales
 
 
@@ -26,11 +27,10 @@ def _compressed_tensors(fields: FieldReader) -> _Found:
 
 _FORMATS: Mapping[str, Callable[[FieldReader], _Found]] = {
     "awq": Awq.from_fields,
-    "compressed-tensors": _compressed_tensors,
+    _COMPRESSED_TENSORS: _compressed_tensors,
     "fp8": Fp8Format.from_fields,
     "gptq": Gptq.from_fields,
 }
-_PLACES = ("quantization_config", "compression_config")
 _SAME = ("bits", "group_size", "desc_act", "sym", "checkpoint_format")
 
 
@@ -40,10 +40,8 @@ def quantization_of(config: Mapping[str, Any], gptq: Mapping[str, Any] | None) -
     `gptq`: quantize_config.json, if the folder has one: AutoGPTQ's, which used to be the only
     place that said so. Raises ConfigurationError naming file and field.
     """
-    for name in _PLACES:
-        fields = config.get(name)
-        if fields:
-            return _read(fields, gptq, f"config.json: {name}")
+    if (stated := _stated(config)) is not None:
+        return _read(stated[0], gptq, stated[1])
     if gptq is None:
         return None
     reader = FieldReader(gptq, "quantize_config.json")
@@ -55,17 +53,26 @@ def quantization_of(config: Mapping[str, Any], gptq: Mapping[str, Any] | None) -
 def has_kv_scales(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint has two scales a layer, of keys and of values, for a cache in 8 bits.
 
-    Formats other than compressed-tensors refuse the field. Raises ConfigurationError naming it.
+    Only compressed-tensors has them. Raises ConfigurationError naming the field.
     """
-    for name in _PLACES:
-        fields = config.get(name)
-        if isinstance(fields, dict) and fields.get("kv_cache_scheme"):
-            scheme = FieldReader(fields, f"config.json: {name}").inner("kv_cache_scheme")
-            check_floats(scheme, ("tensor",))
-            if scheme.get("dynamic"):
-                raise scheme.error("dynamic", "isn't supported")
-            return True
-    return False
+    stated = _stated(config)
+    if stated is None:
+        return False
+    reader = FieldReader(*stated)
+    if reader.get("quant_method") != _COMPRESSED_TENSORS or not reader.get("kv_cache_scheme"):
+        return False
+    scheme = reader.inner("kv_cache_scheme")
+    check_floats(scheme, ("tensor",))
+    scheme.refuse("dynamic")
+    return True
+
+
+def _stated(config: Mapping[str, Any]) -> tuple[Any, str] | None:
+    """What config.json says of a format, and where."""
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name):
+            return config[name], f"config.json: {name}"
+    return None
 
 
 def _read(fields: Any, gptq: Mapping[str, Any] | None, where: str) -> _Found:

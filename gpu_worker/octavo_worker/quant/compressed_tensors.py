@@ -56,21 +56,13 @@ class CompressedTensors:
     def from_fields(cls, fields: FieldReader) -> Self:
         """Raises ConfigurationError naming the field."""
         fields.word("format", ("pack-quantized",), "")
-        fields.word("quantization_status", ("compressed",), "compressed")
-        fields.refuse("transform_config")
-        fields.inner("sparsity_config").word("format", ("dense",), "dense")
-        groups = fields.inner("config_groups")
-        if len(groups.items()) != 1:
-            names = ", ".join(name for name, _ in groups.items()) or "none"
-            raise fields.error("config_groups", f"must be one group; they are: {names}")
-        group = groups.inner(groups.items()[0][0])
-        group.refuse("input_activations", "output_activations")
+        group = only_group(fields)
+        group.refuse("input_activations")
         group.word("format", ("pack-quantized",), "pack-quantized")
         weights = group.inner("weights")
         weights.number("num_bits", (_BITS,))
         weights.word("type", ("int",), "int")
-        if weights.get("dynamic"):
-            raise weights.error("dynamic", "isn't supported")
+        weights.refuse("dynamic")
         order = weights.get("actorder")
         if order not in (None, False, "weight", "static", "group", "dynamic"):
             raise weights.error("actorder", "isn't supported; supported: weight, group")
@@ -142,6 +134,20 @@ class CompressedTensors:
         kind = "symmetric" if self.symmetric else "asymmetric"
         order = ", act-order" if self.act_order else ""
         return f"compressed-tensors, {self.bits} bits, {groups}, {kind}{order}"
+
+
+def only_group(fields: FieldReader) -> FieldReader:
+    """The one group of layers, after what all formats say alike; errors name the field."""
+    fields.word("quantization_status", ("compressed",), "compressed")
+    fields.refuse("transform_config")
+    fields.inner("sparsity_config").word("format", ("dense",), "dense")
+    groups = fields.inner("config_groups")
+    if len(groups.items()) != 1:
+        names = ", ".join(name for name, _ in groups.items()) or "none"
+        raise fields.error("config_groups", f"must be one group; they are: {names}")
+    group = groups.inner(groups.items()[0][0])
+    group.refuse("output_activations")
+    return group
 
 
 def rules_of(fields: FieldReader, group: FieldReader) -> ModuleRules:

@@ -2,11 +2,10 @@
 
 Stored: `weight` float8_e4m3fn [N, K] with W = weight * `weight_scale`, a scale a layer or an
 output (a scale a block: `block_scales`). Formats: compressed-tensors "float-quantized"
-(llm-compressor's), "fp8" (AutoFP8's).
-Activations are rounded to e4m3 with a scale a token, from its largest value: static
-`input_scale`s are read past, since a token's own scale is never coarser. Or rounded here: any
-layer's weights, a scale an output. Must not know: layers, files. Entry points: `Fp8Format`,
-`quantize_rows`, `choose_product`.
+(llm-compressor's), "fp8" (AutoFP8's). Activations are rounded to e4m3 with a scale a token, from
+its largest value: static `input_scale`s are read past, since a token's own scale is never coarser.
+Or rounded here: any layer's weights, a scale an output. Must not know: layers, files. Entry points:
+`Fp8Format`, `quantize_rows`, `choose_product`.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo_worker.quant.block_scales import BLOCK, BlockScales
-from octavo_worker.quant.compressed_tensors import rules_of
+from octavo_worker.quant.compressed_tensors import only_group, rules_of
 from octavo_worker.quant.fields import FieldReader
 from octavo_worker.quant.modules import ModuleRules, contains
 
@@ -46,19 +45,10 @@ class Fp8Format:
     @classmethod
     def from_compressed(cls, fields: FieldReader) -> Self | BlockScales:
         """compressed-tensors' "float-quantized". Raises ConfigurationError naming the field."""
-        fields.word("quantization_status", ("compressed",), "compressed")
-        fields.refuse("transform_config")
-        fields.inner("sparsity_config").word("format", ("dense",), "dense")
-        groups = fields.inner("config_groups")
-        if len(groups.items()) != 1:
-            names = ", ".join(name for name, _ in groups.items()) or "none"
-            raise fields.error("config_groups", f"must be one group; they are: {names}")
-        group = groups.inner(groups.items()[0][0])
-        group.refuse("output_activations")
+        group = only_group(fields)
         weights = group.inner("weights")
         strategy = check_floats(weights, ("tensor", "channel", BLOCK))
-        if weights.get("dynamic"):
-            raise weights.error("dynamic", "isn't supported")
+        weights.refuse("dynamic")
         inputs = group.inner("input_activations")
         if strategy == BLOCK:
             check_floats(inputs, ("group",))

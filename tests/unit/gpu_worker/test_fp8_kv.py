@@ -17,6 +17,7 @@ from octavo_worker.backends.cpu import CpuBackend
 from octavo_worker.kv_cache import allocate_kv_caches, kv_dtype_of, size_kv_cache
 from octavo_worker.loading import load, load_runner
 from octavo_worker.models import load_model
+from octavo_worker.quant import has_kv_scales
 from octavo_worker.spec import kv_scheme_of
 from octavo_worker.weights import SINGLE_NAME
 from tests.tiny_models import TINY_VOCAB_SIZE, save_tiny_model
@@ -157,6 +158,13 @@ def test_each_layer_has_its_own(tmp_path: Path) -> None:
     given = [layer.options.kv_scales for layer in model.layers]
     expected = [[[0.5, 0.5], [0.25, 0.25]], [[2.0, 2.0], [4.0, 4.0]]]
     assert [[scale.tolist() for scale in scales] for scales in given if scales] == expected
+
+
+def test_another_formats_field_of_that_name_says_nothing() -> None:
+    fields = {"quant_method": "gptq", "kv_cache_scheme": SCHEME}
+    assert not has_kv_scales({"quantization_config": fields})
+    assert not has_kv_scales({})
+    assert has_kv_scales({"compression_config": compressed("tensor") | {"kv_cache_scheme": SCHEME}})
 
 
 def test_scales_that_are_refused(tmp_path: Path) -> None:
