@@ -55,23 +55,30 @@ Progress = Callable[[float], None]
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file, by the name that it has there; `dtype` as safetensors spells it;
-    `scales`: see `Checkpoint.widen`."""
+    `scales`: those of its blocks, by which it is widened (None = it isn't)."""
 
     name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
     handle: Any
-    scales: "StoredTensor | None" = None
+    scales: "tuple[BlockScales, StoredTensor] | None" = None
 
     @property
     def read_as(self) -> torch.dtype | None:
-        """The dtype that `Checkpoint.read` gives; None = one that is unknown here."""
+        """The dtype that `read` gives; None = one that is unknown here."""
         return torch.float32 if self.scales is not None else _DTYPES.get(self.dtype)
 
     def read(self) -> Tensor:
-        """Its values on the CPU, a view of the mapped file."""
-        return self.handle.get_tensor(self.name)
+        """Its values on the CPU, a view of the mapped file unless they are widened.
+
+        Raises BadValuesError for scales that can't be right.
+        """
+        stored = self.handle.get_tensor(self.name)
+        if self.scales is None:
+            return stored
+        block_scales, scales = self.scales
+        return block_scales.widened(stored, scales.read())
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +99,6 @@ class Checkpoint:
         """
         self.folder = folder
         self._base_name = base_name
-        self._block_scales: BlockScales | None = None
         self._stack = ExitStack()
         try:
             self.tensors = self._open()
@@ -111,14 +117,8 @@ class Checkpoint:
         return name in self.tensors
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, a view of the mapped file unless it is widened.
-
-        Raises BadValuesError for scales that can't be right.
-        """
-        tensor = self.tensors[name]
-        if tensor.scales is None or self._block_scales is None:
-            return tensor.read()
-        return self._block_scales.widened(tensor.read(), tensor.scales.read())
+        """See `StoredTensor.read`."""
+        return self.tensors[name].read()
 
     def rename(self, own_name: Callable[[str], str | None]) -> None:
         """From now on tensors have other names; those without one aren't there."""
@@ -130,7 +130,6 @@ class Checkpoint:
 
         Raises ConfigurationError naming scales that don't fit a layer.
         """
-        self._block_scales = block_scales
         ending = f".{block_scales.suffix}"
         for name in [name for name in self.tensors if name.endswith(ending)]:
             scales = self.tensors.pop(name)
@@ -147,7 +146,7 @@ class Checkpoint:
                     f"{scales.path}: tensor {scales.name} is {scales.dtype} {list(scales.shape)}, "
                     f"{block_scales} need floats {list(wanted)}"
                 )
-            self.tensors[weight_name] = replace(weight, scales=scales)
+            self.tensors[weight_name] = replace(weight, scales=(block_scales, scales))
 
     def dtype(self) -> torch.dtype | None:
         """The dtype of the first floating tensor, for folders whose config.json has none."""

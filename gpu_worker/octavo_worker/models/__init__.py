@@ -29,7 +29,7 @@ from octavo_worker.models.linear import CuttingMaker, DenseMaker
 from octavo_worker.models.moe import with_stored_experts
 from octavo_worker.models.quant_linear import W4Kernels
 from octavo_worker.models.quantized import QuantMaker
-from octavo_worker.models.text_part import text_name
+from octavo_worker.models.text_part import has_other_parts, text_name
 from octavo_worker.quant import Fp8Format
 from octavo_worker.weights import (
     Checkpoint,
@@ -153,7 +153,7 @@ def load_model(
     with Checkpoint(folder, base_name=base_name) as checkpoint:
         chosen = choose_dtype(dtype, stored or checkpoint.dtype(), device)
         config = read_config(folder, chosen, max_model_len, quantization)
-        if config.has_other_parts:
+        if has_other_parts(read_json(folder / "config.json")):
             checkpoint.rename(text_name)
             _LOG.info("the text part of %s alone: images aren't read", folder.name)
         if config.block_scales is not None:

@@ -20,7 +20,7 @@ from octavo_worker.models.layout import Heads, Layout
 from octavo_worker.models.moe_config import MoeConfig
 from octavo_worker.models.per_layer import Windows
 from octavo_worker.models.rope import RopeConfig
-from octavo_worker.models.text_part import has_other_parts, text_fields
+from octavo_worker.models.text_part import text_fields
 from octavo_worker.quant import (
     BlockScales,
     Fp8Format,
@@ -59,8 +59,7 @@ class ModelConfig:
     attention and MLP give is normed too, `offset_norms` that stored norms lack 1. `embed_scale`:
     embeddings are multiplied by it; `final_soft_cap`: logits become c tanh(logit / c); None = not.
     `quantization`: None = none; `block_scales`: of layers that are widened while they are loaded;
-    `has_kv_scales`: it brings scales for a cache in 8 bits; `has_other_parts`: the checkpoint holds
-    more than this text model.
+    `has_kv_scales`: the checkpoint brings scales for a cache in 8 bits.
     """
 
     architecture: str
@@ -94,7 +93,6 @@ class ModelConfig:
     quantization: Quantization | Fp8Format | None = None
     block_scales: BlockScales | None = None
     has_kv_scales: bool = False
-    has_other_parts: bool = False
 
     @classmethod
     def from_folder(
@@ -105,8 +103,8 @@ class ModelConfig:
         family = family_of(fields)
         _refuse_what_is_not_computed(fields)
         stored = quantization_of(fields, read_gptq_fields(folder))
-        block_scales = stored if isinstance(stored, BlockScales) else None
-        quantization = None if isinstance(stored, BlockScales) else stored
+        is_widened = isinstance(stored, BlockScales)
+        quantization, block_scales = (None, stored) if is_widened else (stored, None)
         num_heads = count(fields, "num_attention_heads")
         num_kv_heads = _kv_heads(fields, num_heads)
         hidden_size = count(fields, "hidden_size")
@@ -149,7 +147,6 @@ class ModelConfig:
             quantization=quantization,
             block_scales=block_scales,
             has_kv_scales=has_kv_scales(fields),
-            has_other_parts=has_other_parts(read_json(folder / "config.json")),
         )
 
     @property
