@@ -122,12 +122,19 @@ def tiny_config(family: str = "llama", **overrides: Any) -> PretrainedConfig:
     return config_class(**deepcopy(fields | _FAMILY_DEFAULTS.get(family, {}) | overrides))
 
 
-@torch.no_grad()
 def tiny_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     """transformers' model of `config`, float32, eager attention, all parameters random."""
     _, model_class = TINY_FAMILIES[config.model_type]
     config._attn_implementation = "eager"
     model = model_class(config).eval()
+    randomise(model, seed=seed)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, *, seed: int = 0) -> None:
+    """Draw all parameters."""
+    config = model.config
     generator = torch.Generator().manual_seed(seed)
     norms_around = 0.0 if config.model_type.startswith("gemma") else 1.0  # it stores weights - 1
     for name, parameter in model.named_parameters():
@@ -137,7 +144,6 @@ def tiny_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
             parameter.normal_(0.0, 0.2, generator=generator)
         else:  # keeps activations near 1 and spreads the logits: few near-ties
             parameter.normal_(0.0, 1.2 * parameter.shape[-1] ** -0.5, generator=generator)
-    return model
 
 
 def save_tiny_model(

@@ -56,8 +56,8 @@ def create_app(service: Service) -> ASGIApp:
     """The whole HTTP application."""
     # What its page loads comes from here: many clusters reach no other host.
     app = FastAPIOffline(
-        "/docs",
-        None,
+        docs_url="/docs",
+        redoc_url=None,
         static_url="/docs/files",
         title="Octavo",
         version=octavo.__version__,

@@ -24,7 +24,7 @@ from octavo_worker.models import load_any_model, load_model
 from octavo_worker.models.config import read_fields
 from octavo_worker.models.decoder import Model
 from octavo_worker.weights import SINGLE_NAME
-from tests.tiny_models import TINY_VOCAB_SIZE
+from tests.tiny_models import TINY_VOCAB_SIZE, randomise
 from tests.unit.gpu_worker.test_fp8_models import logits_of, twin_logits
 
 TEXT: dict[str, Any] = {
@@ -67,16 +67,9 @@ def mistral3() -> PreTrainedModel:
 MODELS = {"gemma3": gemma3, "mistral3": mistral3}
 
 
-@torch.no_grad()
 def save(folder: Path, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    torch.manual_seed(0)
     model = make().eval()
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        elif name.endswith("norm.weight"):
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    randomise(model)
     model.save_pretrained(folder)
     return model
 
@@ -156,9 +149,8 @@ def test_damage_is_named_as_it_is_stored(tmp_path: Path) -> None:
             load_model(tmp_path, dtype="float32")
 
     refused(f"tensor {name} has the shape", **{name: stored[name][1:].clone()})
-    refused(
-        "language_model.model.extra.weight", **{"language_model.model.extra.weight": torch.ones(1)}
-    )
+    extra = "language_model.model.extra.weight"
+    refused(extra, **{extra: torch.ones(1)})
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"text_config": None}))
     with pytest.raises(ConfigurationError, match="text_config"):

@@ -1,10 +1,10 @@
 """What errors over HTTP look like; for tests of the router."""
 
-import asyncio
 import json
 from typing import Any, NoReturn
 
-from tests.fakes.router_process import byte_scheduler, running_router
+from tests.fakes.router_process import byte_scheduler
+from tests.unit.router import http_answers
 
 
 def strict(text: str) -> Any:
@@ -29,9 +29,5 @@ def check_error(answer: Any, status: int = 400, param: str | None = None) -> dic
 def run(check: Any, **settings: Any) -> None:
     """`check(router, scheduler)` against a scheduler of bytes."""
 
-    async def main() -> None:
-        fake = byte_scheduler()
-        async with running_router(fake, **settings) as router:
-            await check(router, fake)
-
-    asyncio.run(main())
+    fake = byte_scheduler()
+    http_answers.run(fake, lambda router: check(router, fake), **settings)

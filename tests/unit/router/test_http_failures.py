@@ -9,9 +9,8 @@ from octavo.v1 import common_pb2
 from octavo_router import http_generate
 from tests.fakes.fake_scheduler import Plan
 from tests.fakes.router_process import RunningRouter, byte_scheduler, running_router
+from tests.unit.router.http_answers import TEXT
 from tests.unit.router.http_errors import check_error, run
-
-TEXT = "/v1/completions"
 
 
 def test_a_refusal_of_the_scheduler_is_a_status_even_when_streaming() -> None:
